@@ -1,0 +1,28 @@
+"""The one exception that a failed sync raises, the same on every trainer rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class WeightSyncError(Exception):
+    """A weight sync failed; every rank of the trainer group raises it with the same causes.
+
+    The version was not published. The next `send` works or says what must be restarted.
+
+    Attributes:
+        step: Name of the protocol step at which the sync ended, for example `"gather"`.
+        failures: Cause by rank *of the trainer group* (not the global rank), in the words of that rank,
+            the server's own text included.
+    """
+
+    __module__ = "fsdp_ipc"
+
+    def __init__(self, step: str, failures: Mapping[int, str]) -> None:
+        self.step = step
+        self.failures: dict[int, str] = dict(failures)
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(self.failures.items()))
+        super().__init__(f"weight sync failed at {step!r}: {causes}")
+
+    def __reduce__(self) -> tuple[type[WeightSyncError], tuple[str, dict[int, str]]]:
+        return type(self), (self.step, self.failures)
