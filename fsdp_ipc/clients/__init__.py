@@ -1,0 +1,10 @@
+"""Clients: vLLM's weight-transfer verbs over HTTP, Ray, or in the same process.
+
+The Ray client lives in `fsdp_ipc.clients.ray` and the in-process one in `fsdp_ipc.clients.inprocess`; they import
+ray and vLLM, this package does not.
+"""
+
+from fsdp_ipc.clients.base import ServerInfo, ServerRequestError, WeightSyncClient
+from fsdp_ipc.clients.http import HTTPWeightSyncClient
+
+__all__ = ["HTTPWeightSyncClient", "ServerInfo", "ServerRequestError", "WeightSyncClient"]

@@ -1,0 +1,258 @@
+"""What a sender needs from an inference server: vLLM's four verbs, its errors with the cure in them, and facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class WeightSyncClient(Protocol):
+    """The control plane of one or several inference servers; only the sender rank calls it.
+
+    The same four methods as vLLM's own trainer-side clients, so an object written for those fits. All are
+    synchronous, take plain dicts, return only when every server is done, and raise if any of them is not.
+    """
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Hand the backend's handshake to every worker."""
+
+    def start_weight_update(self) -> None:
+        """Open a weight update on every worker."""
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Deliver one payload to every worker, or (a list, vLLM >= 0.29) one entry to each worker."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Close the update on every worker and publish `weight_version` if one is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """What the servers behind a client say about themselves.
+
+    Attributes:
+        version: vLLM's release, for example `"0.32.0"`; the same on every server.
+        backend: The server's weight-transfer backend (`"ipc"`, `"fsdp_ipc"`, ...); None if there is none
+            or the server does not tell, see `backend_known`.
+        backend_known: Whether `backend` was read from the server, so that None means "none configured".
+        dev_mode: Whether the development routes, the weight-transfer routes among them, are there.
+        num_workers: Workers that one call reaches, by server, in the order of the URLs; None where the server
+            does not tell.
+    """
+
+    version: str
+    backend: str | None = None
+    backend_known: bool = False
+    dev_mode: bool = True
+    num_workers: tuple[int | None, ...] = (None,)
+
+    @property
+    def world_size(self) -> int | None:
+        """Workers over all servers, or None if one of them does not tell."""
+        known = [count for count in self.num_workers if count is not None]
+        return sum(known) if len(known) == len(self.num_workers) else None
+
+
+class ServerRequestError(RuntimeError):
+    """A server refused a request, answered nonsense, or did not answer.
+
+    Attributes:
+        url: Base URL (or other name) of the server.
+        route: What was called, for example `"POST /update_weights"`.
+        status: HTTP status, or None if no answer came.
+        body: The server's own words, or the transport's error.
+        hint: What to do about it, or None.
+        others: The failures of further servers in the same call.
+    """
+
+    __module__ = "fsdp_ipc.clients"
+
+    def __init__(
+        self,
+        url: str,
+        route: str,
+        *,
+        status: int | None,
+        body: str,
+        hint: str | None = None,
+        others: Sequence[ServerRequestError] = (),
+    ) -> None:
+        self.url = url
+        self.route = route
+        self.status = status
+        self.body = body
+        self.hint = hint
+        self.others = tuple(others)
+        super().__init__("; and ".join(error._describe() for error in (self, *self.others)))
+
+    def _describe(self) -> str:
+        outcome = "no answer" if self.status is None else f"status {self.status}"
+        text = f"{self.route} at {self.url}: {outcome}: {self.body or '(empty body)'}"
+        return f"{text} [{self.hint}]" if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (self.url, self.route, self.status, self.body, self.hint, self.others)
+        return _rebuild_error, state
+
+
+def _rebuild_error(
+    url: str,
+    route: str,
+    status: int | None,
+    body: str,
+    hint: str | None,
+    others: tuple[ServerRequestError, ...],
+) -> ServerRequestError:
+    return ServerRequestError(url, route, status=status, body=body, hint=hint, others=others)
+
+
+# A piece of the server's answer, and the cure. Looked through in this order, compared without case.
+_HINTS: tuple[tuple[str, str], ...] = (
+    (
+        "refusing to deserialize",
+        (
+            "start the server with VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the stock 'ipc' backend takes pickled "
+            "handles over HTTP; or install fsdp_ipc beside vLLM and use --weight-transfer-config "
+            '\'{"backend":"fsdp_ipc"}\', which needs no pickle'
+        ),
+    ),
+    (
+        "invalid weight transfer backend",
+        (
+            "the server does not know that backend: install fsdp_ipc in the server's environment and keep its plugin "
+            "allowed (VLLM_PLUGINS unset, or with 'fsdp_ipc' in it), or start the server with "
+            '--weight-transfer-config \'{"backend":"ipc"}\''
+        ),
+    ),
+    (
+        "please set weight_transfer_config",
+        'start the server with --weight-transfer-config \'{"backend":"fsdp_ipc"}\' or \'{"backend":"ipc"}\'',
+    ),
+    (
+        "ipc handle not found for gpu uuid",
+        (
+            "the worker's GPU is none of the trainer's GPUs. Each worker needs a trainer rank on its own GPU: compare the "
+            "UUIDs in the message with `nvidia-smi -L`, and CUDA_VISIBLE_DEVICES of the server with that of the trainer "
+            "(with a parent that is pinned to GPUs 4-7, local index 1 is GPU 5)"
+        ),
+    ),
+    (
+        "weight update is already active",
+        (
+            "an earlier update was left open, perhaps by another trainer: one trainer at a time, and a failed one must "
+            "finish or abort its update"
+        ),
+    ),
+    (
+        "called without a matching start_weight_update",
+        "the update was closed before, by a failed chunk or by another trainer",
+    ),
+    (
+        "start_weight_update must be called before",
+        "the update was closed before, by a failed chunk or by another trainer",
+    ),
+    (
+        "invalid init_info for",
+        "the server's backend takes another handshake: the release or the backend is not the one that was assumed",
+    ),
+    (
+        "invalid update_info for",
+        "the server's backend takes another payload: the release or the backend is not the one that was assumed",
+    ),
+    (
+        "list index out of range",
+        (
+            "if a list of payloads was sent, it had fewer entries than the server has workers over all data-parallel "
+            "replicas; give the client every server, and one entry a worker"
+        ),
+    ),
+    (
+        "storage_offset() must be divisible",
+        "a packed chunk holds a tensor at an offset that its dtype cannot be read from",
+    ),
+    (
+        "is sleeping",
+        "wake the server's weights first (POST /wake_up?tags=weights)",
+    ),
+    (
+        "asleep",
+        "wake the server's weights first (POST /wake_up?tags=weights)",
+    ),
+    (
+        "pidfd_getfd",
+        (
+            "the trainer's memory was allocated with expandable segments: unset expandable_segments in "
+            "PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) of the trainer"
+        ),
+    ),
+    (
+        "invalid device context",
+        "CUDA IPC failed in the worker: trainer and server must share the IPC and PID namespaces of one host",
+    ),
+    (
+        "invalid resource handle",
+        (
+            "CUDA IPC failed in the worker: trainer and server must share the IPC and PID namespaces of one host, be "
+            "different processes, and not run under WSL2"
+        ),
+    ),
+    (
+        "enginedead",
+        "the server's engine process has died, see its log; an update while the server sleeps kills it",
+    ),
+    (
+        "enginecore encountered an issue",
+        "the server's engine process has died, see its log; an update while the server sleeps kills it",
+    ),
+)
+
+_NO_DEV_ROUTE = (
+    "the weight-transfer, sleep and cache routes exist only if the server runs with VLLM_SERVER_DEV_MODE=1 "
+    "(or this release of vLLM has no such route)"
+)
+
+
+def hint_for(status: int | None, text: str) -> str | None:
+    """Find the cure that a server's answer suggests.
+
+    Args:
+        status: HTTP status, or None outside HTTP.
+        text: The server's own words.
+
+    Returns:
+        The cure, or None if nothing is known.
+    """
+    lowered = text.lower()
+    for piece, cure in _HINTS:
+        if piece in lowered:
+            return cure
+    return _NO_DEV_ROUTE if status in (404, 405) else None
+
+
+def error_text(body: str, limit: int = 4000) -> str:
+    """Take the server's own words out of its answer: the message of vLLM's JSON error, else the body as it is.
+
+    Args:
+        body: Body of the answer.
+        limit: Most characters to keep.
+
+    Returns:
+        The words, shortened in the middle if they are longer than `limit`.
+    """
+    text = body.strip()
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict):
+        error = parsed.get("error", parsed.get("detail", parsed.get("message")))
+        if isinstance(error, dict):
+            error = error.get("message")
+        if isinstance(error, str) and error:
+            text = error
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} ... ({len(text) - limit} characters left out) ... {text[-limit // 2 :]}"
+    return text
