@@ -89,7 +89,8 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        self._post("/start_weight_update")
+        # vLLM up to 0.24 parses a JSON body here, later releases look at none.
+        self._post("/start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Deliver one payload; raw handles of the stock backend are pickled on the way, as its HTTP route wants.
