@@ -117,7 +117,12 @@ class TrainerGroup:
         return box[0]  # type: ignore[no-any-return]
 
     def vote(
-        self, step: str, error: BaseException | str | None = None, *, same: Sequence[object] = (), flag: bool = False
+        self,
+        step: str,
+        error: BaseException | str | None = None,
+        *,
+        same: Sequence[object] = (),
+        flag: bool = False,
     ) -> bool:
         """All ranks, collective: go on together or fail together.
 
@@ -147,7 +152,7 @@ class TrainerGroup:
         rows = torch.empty(self.size, row.numel(), dtype=torch.int64)
         with self._named(step, error):
             # Flat, so that ranks at different steps fail in gloo instead of mixing rows of different lengths.
-            dist.all_gather_into_tensor(rows.view(-1), row, group=self._control)
+            all_gather(rows.view(-1), row, self._control)
         if bool((rows[:, 0] == _FAILED).any()):
             causes = self.gather_objects(describe(error) if error is not None else None, step)
             failures = {rank: cause for rank, cause in enumerate(causes) if cause is not None}
@@ -189,6 +194,13 @@ class _NamedStep:
                     "together; after a rank died the job must be restarted"
                 },
             ) from error
+
+
+def all_gather(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """All ranks of `group`, collective: flat equal pieces, rank after rank; `piece` may be this rank's part of `out`."""
+    # torch 2.13 renamed the function; 2.11 has only the old name.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, piece, group=group)
 
 
 def describe(error: BaseException | str) -> str:

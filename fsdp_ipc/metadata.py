@@ -7,14 +7,14 @@ a rank-local module says otherwise (`source`); the plan's digest (`plan`) proves
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from fsdp_ipc.recipe import ParamRecipe
+
 LayoutKind = Literal["whole", "shard", "general", "owned"]
-Transform = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -81,29 +81,8 @@ class ParamMeta:
 
 
 @dataclass(frozen=True)
-class Emit:
-    """One checkpoint tensor that leaves a full training tensor.
-
-    Attributes:
-        name: Checkpoint name.
-        shape: Full shape of the checkpoint tensor.
-        start: First element, in the contiguous full training tensor, of the contiguous slice that is this tensor;
-            ignored where the training tensor has a `transform`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
 class TensorSpec:
-    """One training tensor and the checkpoint tensors that it becomes.
+    """One training tensor: how the trainer holds it and in which dtype it leaves.
 
     Attributes:
         fqn: Path of the parameter or buffer in the module.
@@ -111,9 +90,6 @@ class TensorSpec:
         dtype: Dtype that the trainer holds.
         wire_dtype: Dtype that is sent.
         layout: How the ranks hold it.
-        emits: Checkpoint tensors, contiguous slices of the full tensor in wire dtype unless `transform` is set.
-        transform: Full tensor (wire dtype) to checkpoint tensors, in the order of `emits`, for what is no slice.
-        expert_dim0: Dim 0 counts experts, so a rank's own piece may be delivered rank-locally.
     """
 
     fqn: str
@@ -121,19 +97,11 @@ class TensorSpec:
     dtype: torch.dtype
     wire_dtype: torch.dtype
     layout: Layout
-    emits: tuple[Emit, ...]
-    transform: Transform | None = field(default=None, compare=False)
-    expert_dim0: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the full tensor."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the full tensor in wire dtype."""
-        return self.numel * self.wire_dtype.itemsize
+        return math.prod(self.shape) * self.wire_dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
@@ -147,10 +115,35 @@ class TensorSpec:
             return self.nbytes
         return chunk_rows(self.shape[0], self.layout.num_shards) * self.layout.num_shards * self.row_bytes
 
+
+@dataclass(frozen=True)
+class StreamItem:
+    """One step of the stream: training tensors and the checkpoint tensors that they become.
+
+    Attributes:
+        inputs: The training tensors that the recipe needs in full, all of one wire dtype.
+        recipe: How they become checkpoint tensors.
+        index: Position of the first input among the tensors of the source; the inputs follow each other.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    recipe: ParamRecipe
+    index: int
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of every emitted tensor."""
+        return self.inputs[0].wire_dtype
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the full training tensor, as it lies, holds every emitted tensor as a contiguous slice."""
+        return self.recipe.transform is None and all(emit.stride is None for emit in self.recipe.emits)
+
     def metas(self) -> list[ParamMeta]:
-        """The checkpoint tensors of this training tensor."""
-        owners = self.layout.ranks
-        return [ParamMeta(e.name, self.wire_dtype, e.shape, owners) for e in self.emits]
+        """The checkpoint tensors of this item."""
+        owners = self.inputs[0].layout.ranks
+        return [ParamMeta(e.name, self.wire_dtype, e.shape, owners) for e in self.recipe.emits]
 
 
 def chunk_rows(rows: int, num_chunks: int) -> int:
