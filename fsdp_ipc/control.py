@@ -1,0 +1,371 @@
+"""The control block: how a trainer rank and the worker on its GPU signal each other without a request per bucket.
+
+One small private file in `/dev/shm` on both data planes. Each side writes its own words only, so nothing needs a
+lock: an aligned 64-bit store is seen whole or not at all. Progress words hold `sync << 32 | count`; with the number
+of the sync in the word itself there is no reset between syncs, and so no moment at which a stale count could pass
+for a new one.
+
+The order of one sync, for `k` from 0:
+
+1. (trainer) fills bucket `k`, synchronises its stream, `produce(sync, k + 1)`
+2. (worker) `wait_produced(sync, k + 1)`, loads bucket `k`, `consume(sync, k + 1)`
+3. (trainer) `wait_consumed(sync, k + 1)` before it writes to the memory of bucket `k` again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_ipc import shm
+
+_MAGIC = 0x66736470_69706301  # "fsdpipc" and the version of this layout
+_HEADER_BYTES = 4096
+_MAX_TEXT_BYTES = 64 << 10
+_MAX_REPORT_BYTES = 1 << 20
+_MAX_U32 = (1 << 32) - 1
+_REPORT = 2  # word: length of the report, 0 while there is none
+
+_SPIN_S = 50e-6
+_FIRST_SLEEP_S = 20e-6
+_LAST_SLEEP_S = 1e-3
+_LIVENESS_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Where one side keeps its words (8-byte indices) and the text of its failure (byte offset)."""
+
+    name: str
+    first_word: int
+    text_offset: int
+
+    @property
+    def progress(self) -> int:
+        """Word `sync << 32 | count`."""
+        return self.first_word
+
+    @property
+    def failed(self) -> int:
+        """Word `sync << 32 | bytes of the text`, 0 without a failure."""
+        return self.first_word + 1
+
+    @property
+    def pid(self) -> int:
+        """Word: process id, 0 while this side has not opened the block."""
+        return self.first_word + 2
+
+    @property
+    def start_time(self) -> int:
+        """Word: when the process began, which tells it from a later one with the same id."""
+        return self.first_word + 3
+
+    @property
+    def namespace(self) -> int:
+        """Word: the PID namespace in which the process id holds."""
+        return self.first_word + 4
+
+    @property
+    def closed(self) -> int:
+        """Word: 1 once this side has closed the block."""
+        return self.first_word + 5
+
+
+# Each side's words begin on a cache line of their own.
+_TRAINER = _Side("trainer", 8, _HEADER_BYTES)
+_WORKER = _Side("worker", 16, _HEADER_BYTES + _MAX_TEXT_BYTES)
+_REPORT_OFFSET = _HEADER_BYTES + 2 * _MAX_TEXT_BYTES
+_FILE_BYTES = _REPORT_OFFSET + _MAX_REPORT_BYTES
+
+
+class PeerError(RuntimeError):
+    """The other side failed, in its own words, or it is gone."""
+
+
+class ControlBlock:
+    """One side's view of a control block. One thread of each process uses it at a time.
+
+    Attributes:
+        name: Name of the file, which is what travels to the worker.
+    """
+
+    def __init__(self, name: str, fd: int, own: _Side, peer: _Side, file: shm.SharedFile | None) -> None:
+        self.name = name
+        self._own = own
+        self._peer = peer
+        self._file = file
+        self._map = mmap.mmap(fd, _FILE_BYTES)
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes[:_HEADER_BYTES].cast("Q")
+        self._closed = False
+
+    @classmethod
+    def create(cls) -> ControlBlock:
+        """Make a new control block (a trainer rank). Not collective.
+
+        Raises:
+            MemoryError: `/dev/shm` is full.
+        """
+        file = shm.create(_FILE_BYTES, suffix=".ctl")
+        try:
+            block = cls(file.name, file.fd, _TRAINER, _WORKER, file)
+        except BaseException:
+            file.close()
+            raise
+        block._introduce()
+        block._words[0] = _MAGIC
+        return block
+
+    @classmethod
+    def open(cls, name: str) -> ControlBlock:
+        """Open the control block of the trainer rank that shares this worker's GPU (the worker).
+
+        A block may be opened again after it was closed; what the worker left in it before does not count any more.
+
+        Raises:
+            ValueError: The name or the file is not that of a control block of this release.
+            PermissionError: The file belongs to another user or is open to others.
+            FileNotFoundError: There is no such file on this side.
+        """
+        fd = shm.open_checked(name, shm.CONTROL_NAME, _FILE_BYTES)
+        try:
+            block = cls(name, fd, _WORKER, _TRAINER, None)
+        finally:
+            os.close(fd)
+        if block._words[0] != _MAGIC:
+            block._unmap()
+            raise ValueError(
+                f"{name} is not a control block of this release; install one release on both sides"
+            )
+        block._words[_REPORT] = 0
+        block._introduce()
+        return block
+
+    def _introduce(self) -> None:
+        words, own = self._words, self._own
+        words[own.progress] = 0
+        words[own.failed] = 0
+        words[own.closed] = 0
+        words[own.start_time], words[own.namespace] = _start_time(os.getpid()) or 0, _pid_namespace()
+        words[own.pid] = os.getpid()
+
+    # Trainer side
+
+    def produce(self, sync: int, count: int) -> None:
+        """Say that buckets 0 to `count - 1` of this sync are complete in memory (the trainer).
+
+        On CUDA the caller has synchronised the stream that wrote them.
+        """
+        self._advance(_TRAINER, sync, count)
+
+    def wait_consumed(self, sync: int, count: int, timeout_s: float) -> None:
+        """Wait until the worker no longer reads buckets 0 to `count - 1` of this sync (the trainer).
+
+        Raises:
+            PeerError: The worker failed this sync, went on without us, closed the block, or died.
+            TimeoutError: It took longer than `timeout_s` seconds.
+        """
+        self._wait(_WORKER, sync, count, timeout_s, "consumed")
+
+    # Worker side
+
+    def consume(self, sync: int, count: int) -> None:
+        """Say that buckets 0 to `count - 1` of this sync are no longer read (the worker).
+
+        On CUDA the caller has synchronised the stream that read them.
+        """
+        self._advance(_WORKER, sync, count)
+
+    def wait_produced(self, sync: int, count: int, timeout_s: float) -> None:
+        """Wait until buckets 0 to `count - 1` of this sync are complete in memory (the worker).
+
+        Raises:
+            PeerError: The trainer failed this sync, went on without us, closed the block, or died.
+            TimeoutError: It took longer than `timeout_s` seconds.
+        """
+        self._wait(_TRAINER, sync, count, timeout_s, "produced")
+
+    # Both sides
+
+    def fail(self, sync: int, text: str) -> None:
+        """Say that this side failed the sync; the peer's waits for it raise `PeerError(text)` from now on.
+
+        The first failure of a sync is kept, a later one of the same sync is dropped. Texts over 64 KiB are cut.
+        """
+        self._check_open()
+        _check_u32("sync", sync)
+        words, own = self._words, self._own
+        if words[own.failed] and words[own.failed] >> 32 == sync:
+            return
+        data = (text or "no reason given").encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+        self._bytes[own.text_offset : own.text_offset + len(data)] = data
+        words[own.failed] = sync << 32 | len(data)
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        """Leave a report for the trainer, in place of the one before (the worker).
+
+        Args:
+            report: JSON object of at most 1 MiB.
+
+        Raises:
+            ValueError: It is larger, or holds NaN or infinity.
+            TypeError: It is not plain JSON.
+        """
+        self._check_side(_WORKER)
+        data = json.dumps(report, allow_nan=False, separators=(",", ":")).encode()
+        if len(data) > _MAX_REPORT_BYTES:
+            raise ValueError(f"the report has {len(data)} bytes; at most {_MAX_REPORT_BYTES} fit")
+        self._words[_REPORT] = 0
+        self._bytes[_REPORT_OFFSET : _REPORT_OFFSET + len(data)] = data
+        self._words[_REPORT] = len(data)
+
+    def read_report(self) -> dict[str, Any] | None:
+        """Return the worker's latest report, None while there is none (the trainer).
+
+        Read it after the worker has answered the request at whose end it writes; it is not locked against a writer.
+
+        Raises:
+            ValueError: What the worker left is not a JSON object.
+        """
+        self._check_side(_TRAINER)
+        length = self._words[_REPORT]
+        if length == 0:
+            return None
+        if length > _MAX_REPORT_BYTES:
+            raise ValueError(f"the worker's report claims {length} bytes; at most {_MAX_REPORT_BYTES} fit")
+        try:
+            report = json.loads(bytes(self._bytes[_REPORT_OFFSET : _REPORT_OFFSET + length]))
+        except ValueError as error:
+            raise ValueError(f"the worker's report is not JSON: {error}") from error
+        if not isinstance(report, dict):
+            raise ValueError(f"expected the worker's report as a JSON object, got {type(report).__name__}")
+        return report
+
+    def close(self) -> None:
+        """Let go of the block; the peer's waits raise from now on. The trainer's side also unlinks the file."""
+        if self._closed:
+            return
+        self._words[self._own.closed] = 1
+        self._unmap()
+        if self._file is not None:
+            self._file.close()
+
+    def _unmap(self) -> None:
+        self._closed = True
+        self._words.release()
+        self._bytes.release()
+        self._map.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the control block {self.name} is closed")
+
+    def _check_side(self, side: _Side) -> None:
+        self._check_open()
+        if self._own is not side:
+            raise ValueError(
+                f"this is for the {side.name}; the control block is held by the {self._own.name}"
+            )
+
+    def _advance(self, side: _Side, sync: int, count: int) -> None:
+        self._check_side(side)
+        word = _progress(sync, count)
+        if word < self._words[side.progress]:
+            raise ValueError(
+                f"progress goes forward only: {_spell(self._words[side.progress])} was said, now {_spell(word)}"
+            )
+        # No fence: on CUDA the caller's stream synchronisation is one, and CPU copies end microseconds before.
+        self._words[side.progress] = word
+
+    def _wait(self, peer: _Side, sync: int, count: int, timeout_s: float, verb: str) -> None:
+        self._check_side(_WORKER if peer is _TRAINER else _TRAINER)
+        target = _progress(sync, count)
+        words = self._words
+        begin = time.monotonic()
+        look_at = begin + _LIVENESS_S
+        sleep_s = 0.0
+        while True:
+            # Failure first: what a failed side had said before is not to be used any more.
+            if words[peer.failed] and words[peer.failed] >> 32 == sync:
+                raise PeerError(self._failure_text(peer))
+            word = words[peer.progress]
+            if word >> 32 == sync and word >= target:
+                return
+            if word >> 32 > sync:
+                raise PeerError(f"the {peer.name} has gone on: {_spell(word)}, waited for {_spell(target)}")
+            if words[peer.closed]:
+                raise PeerError(f"the {peer.name} closed the control block at {_spell(word)}")
+            now = time.monotonic()
+            if now - begin >= timeout_s:
+                raise TimeoutError(
+                    f"waited {timeout_s:g} s for {_spell(target)} to be {verb} by the {peer.name} "
+                    f"({self._who(peer)}), which is at {_spell(word)}; is it stuck, or is the time-out too short?"
+                )
+            if now >= look_at:
+                if not self._alive(peer):
+                    raise PeerError(f"the {peer.name} ({self._who(peer)}) died at {_spell(word)}")
+                look_at = now + _LIVENESS_S
+            if now - begin >= _SPIN_S:
+                sleep_s = min(max(_FIRST_SLEEP_S, 1.5 * sleep_s), _LAST_SLEEP_S)
+                time.sleep(sleep_s)
+
+    def _failure_text(self, peer: _Side) -> str:
+        length = min(self._words[peer.failed] & _MAX_U32, _MAX_TEXT_BYTES)
+        return bytes(self._bytes[peer.text_offset : peer.text_offset + length]).decode("utf-8", "replace")
+
+    def _who(self, peer: _Side) -> str:
+        pid = self._words[peer.pid]
+        return f"pid {pid}" if pid else "it has not opened the control block"
+
+    def _alive(self, peer: _Side) -> bool:
+        words = self._words
+        pid = words[peer.pid]
+        # A process id of another PID namespace says nothing here; then only the time-out ends a wait.
+        if pid == 0 or words[peer.namespace] == 0 or words[peer.namespace] != _pid_namespace():
+            return True
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        start_time = _start_time(pid)
+        return start_time is None or start_time == words[peer.start_time]
+
+
+def _check_u32(what: str, value: int) -> None:
+    if type(value) is not int or not 0 <= value <= _MAX_U32:
+        raise ValueError(f"expected {what} as an integer from 0 to {_MAX_U32}, got {value!r}")
+
+
+def _progress(sync: int, count: int) -> int:
+    _check_u32("sync", sync)
+    _check_u32("count", count)
+    return sync << 32 | count
+
+
+def _spell(word: int) -> str:
+    return f"bucket count {word & _MAX_U32} of sync {word >> 32}"
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since boot; 0 for a zombie, None where /proc does not say."""
+    try:
+        # The command's name, in parentheses, may hold anything, so count fields from the last parenthesis.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return 0 if fields[0] in ("Z", "X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _pid_namespace() -> int:
+    """Return the inode of this process's PID namespace, 0 where /proc does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/ns/pid").stat().st_ino
+    return 0
