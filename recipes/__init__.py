@@ -1,0 +1,1 @@
+"""Whole jobs on top of `fsdp_ipc`; not part of the installed package."""
