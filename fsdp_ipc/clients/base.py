@@ -89,8 +89,8 @@ class ServerRequestError(RuntimeError):
         super().__init__("; and ".join(error._describe() for error in (self, *self.others)))
 
     def _describe(self) -> str:
-        outcome = "no answer" if self.status is None else f"status {self.status}"
-        text = f"{self.route} at {self.url}: {outcome}: {self.body or '(empty body)'}"
+        outcome = "" if self.status is None else f"status {self.status}: "
+        text = f"{self.route} at {self.url}: {outcome}{self.body or '(empty body)'}"
         return f"{text} [{self.hint}]" if self.hint else text
 
     def __reduce__(self) -> tuple[Any, ...]:
