@@ -1,0 +1,374 @@
+"""The engine that vLLM runs in each worker: it takes a sync's tensors out of the memory of the trainer rank beside it.
+
+vLLM calls `init_transfer_engine` once a session, then `start_weight_update`, `update_weights` and
+`finish_weight_update` for each sync. While `update_weights` runs, trainer rank and worker talk to each other through
+their control block alone: the trainer says how many buckets are complete, the worker how many it has read.
+Works with vLLM 0.26 to 0.33, on CUDA and on CPU.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from fsdp_ipc.control import ControlBlock
+from fsdp_ipc.handles import IpcHandle, OpenedBuffer, device_key, normalize_device_key, open_handle
+from fsdp_ipc.version import __version__
+from fsdp_ipc.vllm_plugin import completeness
+from fsdp_ipc.vllm_plugin.experts import held_experts
+from fsdp_ipc.vllm_plugin.loader import LayerwiseLoader, LoadCounts, WeightLoader
+from fsdp_ipc.vllm_plugin.payload import (
+    AbortInfo,
+    Endpoint,
+    InitInfo,
+    TensorRow,
+    UpdateInfo,
+    check_bounds,
+    parse_update,
+)
+
+logger = logging.getLogger(__name__)
+
+TOKEN_ENV = "FSDP_IPC_TOKEN"
+MAX_PLANS = 8
+
+
+class UpdateAbortedError(RuntimeError):
+    """The trainer asked for the open update to be dropped. Raised so that vLLM closes its update session too."""
+
+
+@dataclass
+class _Session:
+    """What lives from one handshake to the next."""
+
+    session: str
+    device: str
+    control: ControlBlock
+    timeout_s: float
+    plans: dict[str, _KnownPlan] = field(default_factory=dict)
+    epoch: int | None = None
+    buffers: list[OpenedBuffer] = field(default_factory=list)
+    last_sync: int = 0
+
+    def close_buffers(self) -> None:
+        for plan in self.plans.values():
+            plan.views = None
+        buffers, self.buffers, self.epoch = self.buffers, [], None
+        for buffer in buffers:
+            buffer.close()
+
+
+@dataclass
+class _KnownPlan:
+    """A plan that passed every check, and its views of the allocations that are open now."""
+
+    buckets: list[list[TensorRow]]
+    packed: bool
+    examined: bool = False
+    views: list[list[tuple[str, torch.Tensor]]] | None = None
+
+
+@dataclass
+class _Update:
+    """One sync between `update_weights` and `finish_weight_update`."""
+
+    sync: int
+    loader: WeightLoader
+    load_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, type-arg]
+    """Receives weights over the native wire; vLLM's factory builds one in each worker.
+
+    The constructor's arguments differ between vLLM releases and go to vLLM's base class as they come.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._session: _Session | None = None
+        self._update: _Update | None = None
+        self._loader: WeightLoader | None = None
+
+    # The four routes.
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        """Check a handshake as decoded from JSON.
+
+        Raises:
+            ValueError: Naming the field that is wrong.
+        """
+        return InitInfo.from_json(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo | AbortInfo:
+        """Check an update as decoded from JSON.
+
+        Raises:
+            ValueError: Naming the field that is wrong.
+        """
+        return parse_update(update_dict)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Start a session with the trainer rank on this worker's device; an earlier session ends.
+
+        Raises:
+            ValueError: The token is wrong, or no trainer rank is on this device.
+        """
+        _check_token(init_info.token)
+        self._drop_session()
+        endpoint = self._choose_endpoint(init_info.endpoints)
+        control = ControlBlock.open(endpoint.control)
+        self._session = _Session(
+            session=init_info.session, device=endpoint.device, control=control, timeout_s=init_info.timeout_s
+        )
+        control.write_report(
+            {
+                "kind": "hello",
+                "worker_index": self.worker_index,
+                "pid": os.getpid(),
+                "vllm": vllm_version,
+                "plugin": __version__,
+                "experts": held_experts(self.model),
+            }
+        )
+        logger.info("Weight sync session %s: worker %d reads from %s.", init_info.session, self.worker_index, endpoint.device)
+
+    def start_weight_update(self) -> None:
+        """Check that a session is open and the model whole; data comes with `update_weights`.
+
+        Raises:
+            ValueError: No handshake came before.
+        """
+        if self._session is None:
+            raise ValueError("fsdp_ipc: no session. Call init_weight_transfer_engine before start_weight_update.")
+        self._abort_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one sync. Returns after the last bucket has been read."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo | AbortInfo) -> None:
+        """Load bucket after bucket as the trainer completes them.
+
+        Raises:
+            UpdateAbortedError: This was the request to abort.
+            ValueError: Session, sync number, plan or handles are not acceptable; no data was moved.
+            TimeoutError: The trainer did not complete a bucket in time.
+            PeerError: The trainer rank failed or its process is gone.
+        """
+        session = self._session
+        if session is None or not hmac.compare_digest(session.session, update_info.session):
+            raise ValueError(
+                f"fsdp_ipc: unknown session {update_info.session}. Another trainer has taken over or the worker was "
+                "restarted; call init_weight_transfer_engine again."
+            )
+        if isinstance(update_info, AbortInfo):
+            self._abort_update()
+            raise UpdateAbortedError(f"fsdp_ipc: update aborted: {update_info.abort}")
+        try:
+            self._receive(session, update_info)
+        except BaseException as error:
+            self._fail(session, update_info.sync, error)
+
+    def finish_weight_update(self) -> None:
+        """Let the loader finalize, then write the report that the trainer reads.
+
+        Raises:
+            ValueError: No update was received since `start_weight_update`.
+            IncompleteUpdateError: Some parameter did not get all of its weights.
+        """
+        session, update = self._session, self._update
+        if session is None or update is None:
+            raise ValueError("fsdp_ipc: nothing to finish: no update was received since start_weight_update.")
+        began = time.monotonic()
+        try:
+            counts = update.loader.finish()
+            self._synchronize()
+        except BaseException as error:
+            self._fail(session, update.sync, error)
+        self._update = None
+        update.load_s += time.monotonic() - began
+        session.control.write_report(_sync_report(update, counts))
+
+    def shutdown(self) -> None:
+        """Release the trainer's memory; vLLM calls this when a trainer leaves and when the worker ends."""
+        self._drop_session()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
+        """Part of the engine's interface in vLLM 0.26 only; the trainer's side of this backend is `WeightSender`."""
+        raise NotImplementedError("fsdp_ipc: send weights with fsdp_ipc.WeightSender in the trainer.")
+
+    # Who we are.
+
+    @property
+    def worker_index(self) -> int:
+        """Index over all data-parallel replicas of this server, as vLLM counts list-form updates."""
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index) * int(parallel.world_size) + int(parallel.rank)
+
+    def _choose_endpoint(self, endpoints: tuple[Endpoint, ...]) -> Endpoint:
+        if self.device.type == "cuda":
+            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+            own = device_key(self.device, index)
+            for endpoint in endpoints:
+                if normalize_device_key(endpoint.device) == normalize_device_key(own):
+                    return endpoint
+            raise ValueError(
+                f"fsdp_ipc: no trainer rank shares this worker's GPU {own}. Trainer ranks are on "
+                f"{sorted(endpoint.device for endpoint in endpoints)}. Start trainer and vLLM on the same GPUs."
+            )
+        host = device_key(self.device, 0).rpartition(":")[0]
+        here = [endpoint for endpoint in endpoints if endpoint.device.rpartition(":")[0] == host]
+        if not here:
+            raise ValueError(
+                f"fsdp_ipc: no trainer rank on this worker's host ({host}). Trainer ranks are on "
+                f"{sorted(endpoint.device for endpoint in endpoints)}."
+            )
+        return here[self.worker_index % len(here)]
+
+    # One sync.
+
+    def _receive(self, session: _Session, info: UpdateInfo) -> None:
+        if info.sync <= session.last_sync:
+            raise ValueError(f"fsdp_ipc: sync {info.sync} comes after sync {session.last_sync}; expected a higher number.")
+        self._abort_update()
+        session.last_sync = info.sync
+        plan = self._known_plan(session, info)
+        views = self._views(session, info, plan)
+        if self._loader is None or getattr(self._loader, "model", None) is not self.model:
+            self._loader = self._make_loader()
+        if isinstance(self._loader, LayerwiseLoader):
+            self._loader.examined = plan.examined
+        update = self._update = _Update(sync=info.sync, loader=self._loader)
+        began = time.monotonic()
+        update.loader.start(f"{info.plan_digest}:{info.epoch}")
+        for bucket, tensors in enumerate(views):
+            waited = time.monotonic()
+            session.control.wait_produced(info.sync, bucket + 1, session.timeout_s)
+            update.wait_s += time.monotonic() - waited
+            if tensors:
+                update.loader.load(bucket, tensors, keep_alive=not plan.packed)
+                # The trainer may overwrite the bucket as soon as it is consumed, so nothing may still be reading it.
+                self._synchronize()
+            session.control.consume(info.sync, bucket + 1)
+        update.load_s = time.monotonic() - began - update.wait_s
+
+    def _make_loader(self) -> WeightLoader:
+        return LayerwiseLoader(self.model, self.model_config)
+
+    def _known_plan(self, session: _Session, info: UpdateInfo) -> _KnownPlan:
+        if info.plan is None:
+            known = session.plans.get(info.plan_digest)
+            if known is None:
+                raise ValueError(f"fsdp_ipc: unknown plan {info.plan_digest}; send the plan along.")
+            return known
+        known = _KnownPlan(buckets=info.plan.buckets_for(session.device), packed=info.plan.packed)
+        known.examined = completeness.check(self.model, known.buckets, vllm_config=self.vllm_config)
+        session.plans.pop(info.plan_digest, None)
+        session.plans[info.plan_digest] = known
+        while len(session.plans) > MAX_PLANS:
+            session.plans.pop(next(iter(session.plans)))
+        return known
+
+    def _views(self, session: _Session, info: UpdateInfo, plan: _KnownPlan) -> list[list[tuple[str, torch.Tensor]]]:
+        if info.allocations is None:
+            if session.epoch != info.epoch:
+                raise ValueError(
+                    f"fsdp_ipc: allocations of epoch {info.epoch} are not open here (open: {session.epoch}); "
+                    "send them along."
+                )
+        else:
+            handles = _handles_for(info.allocations, session.device, self.device.type)
+            check_bounds(plan.buckets, [handle.nbytes for handle in handles])
+            session.close_buffers()
+            for handle in handles:
+                session.buffers.append(open_handle(handle, self.device))
+            session.epoch = info.epoch
+        if plan.views is None:
+            check_bounds(plan.buckets, [buffer.bytes.numel() for buffer in session.buffers])
+            plan.views = [[(row.name, _view(row, session.buffers)) for row in rows] for rows in plan.buckets]
+        return plan.views
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _abort_update(self) -> None:
+        """Drop an open update and make the model's structure whole, whoever left it so."""
+        self._update = None
+        if self._loader is None:
+            self._loader = self._make_loader()
+        self._loader.abort()
+
+    def _fail(self, session: _Session, sync: int, error: BaseException) -> NoReturn:
+        """Tell the trainer rank first, because it may be waiting for this worker; then restore, then raise."""
+        try:
+            session.control.fail(sync, f"{type(error).__name__}: {error}")
+        except Exception:
+            logger.exception("Could not tell the trainer rank that the update failed.")
+        try:
+            self._abort_update()
+        except Exception:
+            logger.exception("Could not restore the model after a failed update; restart this server.")
+        raise error
+
+    def _drop_session(self) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        self._abort_update()
+        self._loader = None
+        session.close_buffers()
+        session.control.close()
+
+
+def _check_token(token: str | None) -> None:
+    expected = os.environ.get(TOKEN_ENV)
+    if expected and not hmac.compare_digest((token or "").encode(), expected.encode()):
+        raise ValueError(
+            f"fsdp_ipc: the trainer's token does not match this server's. Set {TOKEN_ENV} to the same value for both."
+        )
+
+
+def _handles_for(
+    allocations: Mapping[str, tuple[IpcHandle, ...]], device: str, device_type: str
+) -> tuple[IpcHandle, ...]:
+    handles = allocations.get(device)
+    if handles is None:
+        raise ValueError(f"fsdp_ipc: no allocation for device {device}. Sent for: {sorted(allocations)}.")
+    wanted = "cuda" if device_type == "cuda" else "shm"
+    for handle in handles:
+        if handle.kind != wanted:
+            raise ValueError(f"fsdp_ipc: this worker runs on {device_type} and needs {wanted!r} handles, got {handle.kind!r}.")
+    return handles
+
+
+def _view(row: TensorRow, buffers: list[OpenedBuffer]) -> torch.Tensor:
+    return buffers[row.allocation].bytes[row.offset : row.offset + row.nbytes].view(row.dtype).view(row.shape)
+
+
+def _sync_report(update: _Update, counts: LoadCounts) -> dict[str, Any]:
+    return {
+        "kind": "sync",
+        "sync": update.sync,
+        "load_s": update.load_s,
+        "wait_s": update.wait_s,
+        "num_tensors": counts.num_tensors,
+        "replayed_params": counts.replayed_params,
+        "loader_params": counts.loader_params,
+        "reasons": counts.reasons,
+    }
