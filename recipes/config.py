@@ -172,7 +172,9 @@ def load(cfg: DictConfig) -> JobConfig:
     if job.model.path is not None:
         job.model.path = to_absolute_path(job.model.path)
         if not (Path(job.model.path) / "config.json").is_file():
-            raise ValueError(f"model.path={job.model.path!r} is not a checkpoint directory: no config.json in it")
+            raise ValueError(
+                f"model.path={job.model.path!r} is not a checkpoint directory: no config.json in it"
+            )
     if job.data.path is not None:
         job.data.path = to_absolute_path(job.data.path)
     job.run_dir = to_absolute_path(job.run_dir)

@@ -141,10 +141,11 @@ def _collect(
     results: dict[int, Any],
     failures: dict[int, str],
 ) -> None:
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    open_pipes: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + timeout_s
     while open_pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in mp.connection.wait(list(open_pipes), timeout=left):
+        ready: list[Any] = mp.connection.wait(list(open_pipes), timeout=left)
+        for pipe in ready:
             rank = open_pipes.pop(pipe)
             try:
                 good, value = pickle.loads(pipe.recv_bytes())
@@ -224,7 +225,7 @@ def _rank_main(
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         fn, args = pickle.loads(payload)
-        warnings.filters[:] = filters
+        warnings.filters[:] = filters  # type: ignore[index]  # a list at run time
         warnings._filters_mutated()  # type: ignore[attr-defined]  # else cached verdicts stay
         message = pickle.dumps((True, fn(rank, world_size, *args)))
     except BaseException:
