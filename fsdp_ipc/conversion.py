@@ -199,7 +199,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """The module tree as it was before wrapping, sharing all parameters; the given module is left as it is.
 
     Wrappers (compile, activation checkpointing, FSDP1, DDP) are left out and FSDP2's class change is undone, since
-    families look their conversion up by class and by path. For reading only: its hooks are those of the wrapped tree.
+    families look their conversion up by class and by path. For reading only: its hooks are those of the wrapped tree,
+    and `_view_of` is the module itself, whose plain attributes may change after this.
     """
     while True:
         inner = next((module._modules[s] for s in (*WRAPPER_SEGMENTS, "module") if _wraps(module, s)), None)
@@ -211,7 +212,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         cls = next(c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
     view = object.__new__(cls)
     children = {name: None if child is None else unwrapped(child) for name, child in module._modules.items()}
-    view.__dict__.update(module.__dict__, _modules=children)
+    view.__dict__.update(module.__dict__, _modules=children, _view_of=module)
     return view
 
 
@@ -229,9 +230,18 @@ def transformers_conversion(model: nn.Module) -> Conversion | None:
     if not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         return None
     from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
 
     if not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4: experts are as in the checkpoint, only names may differ
+        if getattr(model, "_checkpoint_conversion_mapping", None):
+            raise ValueError(
+                f"the checkpoint of {type(model).__name__} has other names than the model, and this transformers has no "
+                "`revert_weight_conversion` to make them; install transformers >= 5, or give rename rules and "
+                "`adapter=dict`"
+            ) from None
         return None
 
     def convert(state: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_ipc.conversion import WRAPPER_SEGMENTS, Conversion, trace, transformers_conversion, unwrapped
 from fsdp_ipc.experts import ExpertLayout, check_expert_names, is_fused, keep_fused, unfuse
-from fsdp_ipc.peft import AdapterMap, adapter_map
+from fsdp_ipc.peft import AdapterMap, LowRankMerge, adapter_map
 from fsdp_ipc.recipe import EntryInfo, ParamRecipe
 
 logger = logging.getLogger(__name__)
@@ -228,15 +228,16 @@ class Naming:
             ValueError: if two tensors get one name, or an adapter or a conversion can't be carried out.
         """
         drop = Patterns(self.drop)
-        clean = clean_fqns(list(entries))
-        raw = {name: fqn for fqn, name in clean.items()}
-        infos = {name: entries[fqn] for name, fqn in raw.items()}
+        raw = {name: fqn for fqn, name in clean_fqns(list(entries)).items()}
+        merges: dict[str, LowRankMerge] = {}
         if self.adapters is not None:
-            raw = {self.adapters.names[name]: fqn for name, fqn in raw.items() if name in self.adapters.names}
-            infos = {name: entries[fqn] for name, fqn in raw.items()}
-        renamed_raw = {fqn: name for name, fqn in raw.items()}
+            merges = {name: merge.renamed(raw) for name, merge in self.adapters.merges.items()}
+            sent = self.adapters.names
+            raw = {sent[name]: fqn for name, fqn in raw.items() if name in sent}
+        infos = {name: entries[fqn] for name, fqn in raw.items()}
+        clean = {fqn: name for name, fqn in raw.items()}
         for group in ties:
-            names = [renamed_raw[fqn] for fqn in group if fqn in renamed_raw]
+            names = [clean[fqn] for fqn in group if fqn in clean]
             if self.ties == "once":
                 for name in self._tied_away(names, list(infos)):
                     del infos[name]
@@ -245,7 +246,7 @@ class Naming:
         recipes = self._convert(infos)
         if self.experts == "fused":
             recipes = [keep_fused(recipe, infos[recipe.fqn].shape) for recipe in recipes]
-        recipes = self._finish(recipes, raw, drop)
+        recipes = self._finish(recipes, raw, merges, drop)
         position = {fqn: index for index, fqn in enumerate(entries)}
         return sorted(recipes, key=lambda recipe: position[recipe.fqn])
 
@@ -265,7 +266,11 @@ class Naming:
         return recipes + trace(convert, rest)
 
     def _finish(
-        self, recipes: list[ParamRecipe], raw: Mapping[str, str], drop: Patterns
+        self,
+        recipes: list[ParamRecipe],
+        raw: Mapping[str, str],
+        merges: Mapping[str, LowRankMerge],
+        drop: Patterns,
     ) -> list[ParamRecipe]:
         """User's rules, checks, and the names of the sharded state in place of the clean ones."""
         finished = []
@@ -280,11 +285,12 @@ class Naming:
         for recipe in finished:
             emits = tuple(replace(emit, name=renamed[emit.name]) for emit in recipe.emits)
             check_expert_names(emits)
-            inputs = tuple(raw[name] for name in recipe.inputs)
-            merges = self.adapters.merges if self.adapters is not None else {}
             result.append(
                 replace(
-                    recipe, inputs=inputs, emits=emits, merges=tuple(merges[f] for f in inputs if f in merges)
+                    recipe,
+                    inputs=tuple(raw[name] for name in recipe.inputs),
+                    emits=emits,
+                    merges=tuple(merges[name] for name in recipe.inputs if name in merges),
                 )
             )
         _refuse_collisions((emit.name, f"{r.fqn}[{emit.start}]") for r in result for emit in r.emits)
