@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import weakref
 from typing import Any
 
 import torch
@@ -146,10 +145,7 @@ def allocate(nbytes: int, device: torch.device, *, key: str) -> SharedBuffer:
     handle = IpcHandle(
         device=key, nbytes=nbytes, offset=0, memory=ShmMemory(file=file.name, file_bytes=nbytes)
     )
-    buffer = SharedBuffer(memory, handle, file)
-    # A buffer that is dropped without close() must not leave its file behind until exit.
-    weakref.finalize(buffer, file.close)
-    return buffer
+    return SharedBuffer(memory, handle, file)
 
 
 def export(tensor: torch.Tensor, *, key: str) -> IpcHandle:

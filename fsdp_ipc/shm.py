@@ -7,7 +7,6 @@ every PID namespace that shares this `/dev/shm`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -15,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-import weakref
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - files there are ours alone: 0600, unguessable, opened without links
@@ -25,7 +24,7 @@ _ANY_NAME = re.compile(r"fsdp_ipc-([0-9]{1,10})-[0-9a-f]{32}(\.ctl)?")
 
 
 class SharedFile:
-    """A shared-memory file that this process made; unlinked by `close`, and at exit at the latest.
+    """A shared-memory file that this process made; unlinked by `close`, when it is dropped, and at exit.
 
     Attributes:
         name: File name without a directory.
@@ -37,30 +36,18 @@ class SharedFile:
         self.name = name
         self.fd = fd
         self.nbytes = nbytes
-        self._pid = os.getpid()
-        self._closed = False
-        _LIVE.add(self)
+        # Unlike `atexit`, this also runs at the end of forked worker processes, and not in a child that merely
+        # inherited the object: there the file is still its parent's.
+        self._finalize = Finalize(self, _unlink, args=(SHM_DIR / name, fd), exitpriority=10)
 
     def close(self) -> None:
         """Unlink the file and drop the lock; a second call does nothing. Existing mappings stay valid."""
-        if self._closed:
-            return
-        self._closed = True
-        _LIVE.discard(self)
-        # A forked child inherits this object, but the file is still its parent's.
-        if os.getpid() == self._pid:
-            (SHM_DIR / self.name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+        self._finalize()
 
 
-_LIVE: weakref.WeakSet[SharedFile] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for file in list(_LIVE):
-        file.close()
+def _unlink(path: Path, fd: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(fd)
 
 
 def free_bytes() -> int:
