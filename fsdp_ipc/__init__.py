@@ -1,6 +1,33 @@
-"""Move the weights of an FSDP2 trainer into the vLLM workers that share its GPUs."""
+"""Move the weights of an FSDP2 trainer into the vLLM workers that share its GPUs.
 
+`WeightSender(DTensorSource(model), HTTPWeightSyncClient(url)).send(version)` on every trainer rank, and the server
+holds exactly those weights. Needs torch and an HTTP client; touches no CUDA on import.
+"""
+
+from fsdp_ipc.clients import HTTPWeightSyncClient, ServerRequestError, WeightSyncClient
 from fsdp_ipc.errors import WeightSyncError
+from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.metadata import ParamMeta
+from fsdp_ipc.naming import Rename, naming_for
+from fsdp_ipc.sender import WeightSender
+from fsdp_ipc.source import DTensorSource, WeightSource
+from fsdp_ipc.stats import TransferStats
 from fsdp_ipc.version import __version__
+from fsdp_ipc.wire.base import Timeouts
 
-__all__ = ["WeightSyncError", "__version__"]
+__all__ = [
+    "DTensorSource",
+    "HTTPWeightSyncClient",
+    "ParamMeta",
+    "Rename",
+    "ServerRequestError",
+    "Timeouts",
+    "TrainerGroup",
+    "TransferStats",
+    "WeightSender",
+    "WeightSource",
+    "WeightSyncClient",
+    "WeightSyncError",
+    "__version__",
+    "naming_for",
+]

@@ -8,7 +8,7 @@ in different orders.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,7 +117,7 @@ def build_plan(
     *,
     group_ranks: Sequence[int] = (0,),
     resident: Collection[int] = (),
-    wanted: Sequence[Collection[str] | None] = (),
+    wanted: Sequence[Container[str] | None] = (),
 ) -> TransferPlan:
     """Lay the stream out.
 
@@ -304,7 +304,7 @@ def _rows(
 
 
 def _local_chunks(
-    item: StreamItem, group_ranks: Sequence[int], wanted: Sequence[Collection[str] | None]
+    item: StreamItem, group_ranks: Sequence[int], wanted: Sequence[Container[str] | None]
 ) -> list[int] | None:
     """By group rank, which chunk of dim 0 it owns, if this item can be delivered rank-locally; else None."""
     spec = item.inputs[0]
@@ -318,16 +318,18 @@ def _local_chunks(
             return None
         row_of[emit.name] = first
     chunks = []
+    asked: set[str] = set()
     for rank, names in zip(group_ranks, wanted, strict=True):
         chunk = _chunk_of(spec.layout, rank)
         if chunk is None or names is None:
             return None
-        if any(row_of[name] // rows != chunk for name in names if name in row_of):
+        held = [name for name in row_of if name in names]
+        if any(row_of[name] // rows != chunk for name in held):
             return None
+        asked.update(held)
         chunks.append(chunk)
     # Experts that no worker asks for would vanish silently.
-    asked = set().union(*(names for names in wanted if names is not None))
-    return chunks if all(name in asked for name in row_of) else None
+    return chunks if len(asked) == len(row_of) else None
 
 
 def _chunk_of(layout: Layout, rank: int) -> int | None:

@@ -1,0 +1,243 @@
+"""The one object that a training loop holds: `send(version)` on every rank, and vLLM has the new weights."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_ipc.clients.base import WeightSyncClient
+from fsdp_ipc.errors import WeightSyncError
+from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.handles import device_key, sweep_stale
+from fsdp_ipc.layout import local_of
+from fsdp_ipc.plan import PlanLimits
+from fsdp_ipc.source import WeightSource
+from fsdp_ipc.stage import Stage, wire_bytes
+from fsdp_ipc.stats import StageTimer, TransferStats
+from fsdp_ipc.wire.base import Delivery, Timeouts
+from fsdp_ipc.wire.native import NativeDelivery
+
+Backend = Literal["auto", "fsdp_ipc", "ipc"]
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSender:
+    """Pushes the weights of a sharded trainer into the vLLM workers on the same devices.
+
+    Built on every trainer rank, collectively; so is every call of `send`.
+
+    Args:
+        source: The trainer's weights, for example `DTensorSource(model, dtype=torch.bfloat16)`.
+        client: Talks to the server; used on the sender rank only, the others may pass None.
+        group: The trainer ranks: a `ProcessGroup` or a `DeviceMesh`; None takes the model's own mesh.
+        sender_rank: Rank *in the group* that talks to the server.
+        backend: `"fsdp_ipc"` (our plugin in the server), `"ipc"` (stock vLLM), or `"auto"`: what the server has.
+        packed: Full tensors are put together in persistent staging slots. False gives every tensor its own
+            allocation, which is held on every rank until after the barrier that follows `finish`.
+        bucket_bytes: Size of a slot in bytes; None sizes it to the largest tensor, at least 1 GiB.
+        num_slots: Slots; with two or more, a bucket is gathered while the worker loads the one before.
+        timeouts: See `Timeouts`.
+        rank_local_experts: Deliver experts to the worker on the same device only, where the layouts allow it.
+        device: Device of the staging memory; None takes the device of the weights.
+
+    Raises:
+        ValueError: No process group, no mesh and no `group`, this rank is no member, or settings that can't hold.
+        WeightSyncError: On every rank, when one of them can't be set up: the server does not answer, its
+            development routes are missing, or it has no weight-transfer backend that we speak.
+    """
+
+    __module__ = "fsdp_ipc"
+
+    def __init__(
+        self,
+        source: WeightSource,
+        client: WeightSyncClient | None,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        sender_rank: int = 0,
+        backend: Backend = "auto",
+        packed: bool = True,
+        bucket_bytes: int | None = None,
+        num_slots: int = 2,
+        timeouts: Timeouts | None = None,
+        rank_local_experts: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        _check_settings(backend, bucket_bytes, num_slots)
+        members = group if group is not None else source.mesh()
+        if members is None and dist.is_initialized():
+            raise ValueError(
+                "which ranks take part? The source has no DTensors, so it names no mesh: pass group=, a ProcessGroup or "
+                "a DeviceMesh of the trainer ranks"
+            )
+        self._timeouts = timeouts if timeouts is not None else Timeouts()
+        self._group = TrainerGroup(
+            members,  # type: ignore[arg-type]  # None is answered there: no process group
+            sender_rank=sender_rank,
+            timeout_s=self._timeouts.control_s,
+        )
+        self._lock = threading.Lock()
+        self._closed = False
+        self._sync = 0
+        error: Exception | None = None
+        try:
+            if self._group.is_sender and client is None:
+                raise ValueError("the sender rank needs a client, for example HTTPWeightSyncClient(url)")
+            sweep_stale()
+            self._device = device if device is not None else _device_of(source)
+        except Exception as caught:
+            error = caught
+        self._group.vote("set-up", error, same=(backend, packed, bucket_bytes, num_slots, sender_rank))
+        chosen = self._choose(backend, client)
+        index = self._device.index if self._device.type == "cuda" else self._group.rank
+        key = device_key(self._device, index or 0)
+        limits = PlanLimits(bucket_bytes=bucket_bytes, num_slots=num_slots, packed=packed)
+        self._stage = Stage(source, self._group, self._device, key, limits, export_parameters=packed)
+        self._delivery: Delivery = NativeDelivery(
+            self._stage,
+            client,
+            self._group,
+            self._device,
+            key,
+            self._timeouts,
+            rank_local_experts=rank_local_experts,
+        )
+        del chosen
+
+    @property
+    def group(self) -> TrainerGroup:
+        """The trainer ranks."""
+        return self._group
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank talks to the server."""
+        return self._group.is_sender
+
+    def send(self, version: int | str | None = None) -> TransferStats:
+        """All ranks, collective: give every worker exactly the weights of now, and publish `version`.
+
+        Returns on every rank only after every worker has them; the weights may then be changed.
+
+        Args:
+            version: Published by the server with the weights, where its release can (0.28 and later).
+
+        Returns:
+            What was done, as this rank saw it.
+
+        Raises:
+            WeightSyncError: On every rank, naming the rank and the cause; the version was not published.
+            RuntimeError: Another `send` of this sender is running, or the sender is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this sender is closed: build a new WeightSender")
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("a send is running already: wait until it has returned before the next one")
+        try:
+            return self._send(None if version is None else str(version))
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """This rank: give staging memory, control block and groups back. Idempotent, not collective."""
+        if self._closed:
+            return
+        self._closed = True
+        self._delivery.close()
+        self._stage.close()
+        self._group.close()
+
+    def __enter__(self) -> WeightSender:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _send(self, version: str | None) -> TransferStats:
+        self._sync += 1
+        timer = StageTimer()
+        try:
+            worker = self._delivery.deliver(version, self._sync, timer)
+        except WeightSyncError as error:
+            self._delivery.recover(str(error))
+            raise
+        plan = self._stage.plan
+        rows = len(plan.rows) + len(plan.local_rows[self._group.rank])
+        return TransferStats(
+            version=version,
+            sync=self._sync,
+            backend=self._delivery.backend,
+            bytes=wire_bytes(plan, self._group.rank),
+            num_tensors=rows,
+            num_buckets=plan.num_buckets,
+            resident_bytes=self._stage.resident_bytes(),
+            seconds=timer.seconds(),
+            stage_s=timer.stage_s,
+            worker=worker,
+        )
+
+    def _choose(self, backend: Backend, client: WeightSyncClient | None) -> str:
+        """All ranks, collective: the backend that the server has."""
+        chosen, error = "", None
+        if self._group.is_sender:
+            try:
+                chosen = _ask(backend, client)
+            except Exception as caught:
+                error = caught
+        self._group.vote("server", error)
+        chosen = self._group.broadcast_object(chosen, "server")
+        if self._group.is_sender:
+            logger.info("weight transfer over the %s wire, %d trainer rank(s)", chosen, self._group.size)
+        return chosen
+
+
+def _ask(backend: Backend, client: Any) -> str:
+    info = client.server_info() if hasattr(client, "server_info") else None
+    if info is None:
+        return "fsdp_ipc" if backend == "auto" else backend
+    if not info.dev_mode:
+        raise ValueError(
+            f"the server (vLLM {info.version}) has no weight-transfer routes: start it with VLLM_SERVER_DEV_MODE=1"
+        )
+    if backend == "auto":
+        if info.backend in ("fsdp_ipc", "ipc"):
+            return str(info.backend)
+        if info.backend_known:
+            raise ValueError(
+                f"the server (vLLM {info.version}) was started with weight-transfer backend {info.backend!r}; expected "
+                '"fsdp_ipc" (this package installed beside vLLM and --weight-transfer-config '
+                '\'{"backend":"fsdp_ipc"}\') or "ipc"'
+            )
+        return "fsdp_ipc"
+    if info.backend_known and info.backend != backend:
+        raise ValueError(
+            f"backend={backend!r} was asked for, but the server (vLLM {info.version}) was started with "
+            f'{info.backend!r}: start it with --weight-transfer-config \'{{"backend":"{backend}"}}\''
+        )
+    return backend
+
+
+def _check_settings(backend: str, bucket_bytes: int | None, num_slots: int) -> None:
+    if backend not in ("auto", "fsdp_ipc", "ipc"):
+        raise ValueError(f"backend={backend!r}: expected 'auto', 'fsdp_ipc' or 'ipc'")
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes={bucket_bytes}: expected a positive number of bytes, or None")
+    if num_slots < 1:
+        raise ValueError(f"num_slots={num_slots}: expected 1 or more")
+
+
+def _device_of(source: WeightSource) -> torch.device:
+    mesh = source.mesh()
+    if mesh is not None and mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    for held in source.tensors():
+        if isinstance(held, torch.Tensor):
+            device = local_of(held).device
+            return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+    return torch.device("cpu")

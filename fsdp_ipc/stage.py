@@ -1,0 +1,239 @@
+"""The plan of the moment, bound to memory: made again when the stream, the memory or the receivers change.
+
+All of it happens before the server hears of a sync, so what can't work is refused with nothing half-done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+
+from fsdp_ipc import handles
+from fsdp_ipc.cuda_ipc import expandable_segments_requested
+from fsdp_ipc.dtypes import num_bytes
+from fsdp_ipc.gather import Gatherer, Held
+from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.handles import IpcHandle, SharedBuffer
+from fsdp_ipc.layout import local_of
+from fsdp_ipc.metadata import StreamItem
+from fsdp_ipc.plan import PlanLimits, TransferPlan, build_plan
+from fsdp_ipc.replicas import check_replicas
+from fsdp_ipc.source import WeightSource
+from fsdp_ipc.staging import StagingBuffer
+from fsdp_ipc.union import place_tensors, unite
+
+Wanted = Sequence[Container[str] | None]
+
+
+class Stage:
+    """Plan, staging memory and gatherer of one sender, kept from sync to sync.
+
+    Args:
+        source: Where the weights come from.
+        group: The trainer ranks.
+        device: Device of the staging memory.
+        key: Device key of this rank (see `handles.device_key`).
+        limits: What the wire and the settings ask of a plan.
+        export_parameters: Whether memory that needs no gather and no cast is exported as it is.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        group: TrainerGroup,
+        device: torch.device,
+        key: str,
+        limits: PlanLimits,
+        *,
+        export_parameters: bool,
+    ) -> None:
+        self._source, self._group, self._device, self._key, self._limits = source, group, device, key, limits
+        self._export_parameters = (
+            export_parameters and device.type == "cuda" and not expandable_segments_requested()
+        )
+        self._own_items: tuple[StreamItem, ...] = ()
+        self._items: tuple[StreamItem, ...] = ()
+        self._wanted: Wanted = ()
+        self._slots: StagingBuffer | None = None
+        self._singles: list[SharedBuffer] = []
+        self._resident_pointers: tuple[int, ...] = ()
+        self._gatherer: Gatherer | None = None
+        self._tensors: Sequence[Held] = ()
+        self._plan: TransferPlan | None = None
+        self.handles: list[IpcHandle] = []
+        self.epoch = 0
+
+    @property
+    def plan(self) -> TransferPlan:
+        """The plan of the moment."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def gatherer(self) -> Gatherer:
+        """The plan bound to memory."""
+        assert self._gatherer is not None
+        return self._gatherer
+
+    @property
+    def tensors(self) -> Sequence[Held]:
+        """This rank's tensors of this sync, in the order that the gatherer wants."""
+        return self._tensors
+
+    def refresh(self, wanted: Wanted, agree: Sequence[object]) -> bool:
+        """All ranks, collective: bring plan and memory up to date before a sync.
+
+        1) (all ranks) read the source; 2) (all ranks) vote, and go on only if something changed anywhere;
+        3) (all ranks) plan, and agree on its digest; 4) (all ranks) allocate and export.
+
+        Args:
+            wanted: By group rank, the expert names that its worker holds (see `build_plan`).
+            agree: What must be equal on all ranks to begin with (the version, the number of the sync).
+
+        Returns:
+            Whether handles changed on any rank, so that they must be exchanged.
+
+        Raises:
+            WeightSyncError: A rank could not do its part, or the ranks disagree.
+        """
+        error: Exception | None = None
+        changed = moved = False
+        items = self._own_items
+        try:
+            items = self._source.items()
+            self._tensors = self._source.tensors()
+            changed = items is not self._own_items or wanted != self._wanted or self._plan is None
+            moved = not changed and self._pointers() != self._resident_pointers
+        except Exception as caught:
+            error = caught
+        replan = self._group.vote("metadata", error, same=agree, flag=changed)
+        if not replan:
+            moved = self._group.vote("memory", flag=moved)
+            if not moved and self._limits.packed:
+                self._tensors = self._united(self._tensors)
+                return False
+        if replan:
+            self._replan(items, wanted)
+        self._allocate()
+        self.epoch += 1
+        return True
+
+    def release_unpacked(self) -> None:
+        """After the barrier of a sync: give the single allocations of unpacked mode back."""
+        for buffer in self._singles:
+            buffer.close()
+        self._singles = []
+
+    def close(self) -> None:
+        """This rank: give all memory back. Idempotent."""
+        self.release_unpacked()
+        if self._slots is not None:
+            self._slots.close()
+        self._slots, self._gatherer, self._plan = None, None, None
+        self._tensors, self.handles = (), []
+
+    def resident_bytes(self) -> int:
+        """Bytes that are read from the trainer's own memory."""
+        return sum(self._items[i].inputs[0].nbytes for i in self.plan.resident)
+
+    def _united(self, tensors: Sequence[Held]) -> Sequence[Held]:
+        return (
+            tensors
+            if len(self._items) == len(self._own_items)
+            else place_tensors(self._items, self._own_items, tensors)
+        )
+
+    def _replan(self, items: tuple[StreamItem, ...], wanted: Wanted) -> None:
+        group, error = self._group, None
+        plan = None
+        united, tensors = unite(items, self._tensors, group)
+        check_replicas(united, tensors, group)
+        self._tensors = tensors
+        resident = self._resident(united, tensors)
+        try:
+            plan = build_plan(united, self._limits, group_ranks=group.ranks, resident=resident, wanted=wanted)
+        except Exception as caught:
+            error = caught
+        group.vote("plan", error, same=[plan.digest if plan else None])
+        self._own_items, self._items, self._wanted, self._plan = items, united, wanted, plan
+
+    def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
+        """Items whose memory every rank can export as it is: whole, in wire dtype, contiguous, on the device."""
+        if not self._export_parameters:
+            return frozenset()
+        mine = {
+            i
+            for i, item in enumerate(items)
+            if item.is_direct
+            and item.inputs[0].layout.kind == "whole"
+            and _exportable(tensors[item.index], item, self._device)
+        }
+        everybody = self._group.gather_objects(mine, "plan")
+        return frozenset(set.intersection(*everybody))
+
+    def _pointers(self) -> tuple[int, ...]:
+        if self._plan is None:
+            return ()
+        return tuple(self._resident_tensor(i).data_ptr() for i in self._plan.resident)
+
+    def _resident_tensor(self, item: int) -> torch.Tensor:
+        held = self._tensors[self._items[item].index]
+        assert isinstance(held, torch.Tensor)
+        return local_of(held)
+
+    def _allocate(self) -> None:
+        plan, error = self.plan, None
+        try:
+            self.release_unpacked()
+            self._reuse_or_allocate_slots()
+            for nbytes in plan.allocation_bytes:
+                self._singles.append(handles.allocate(max(nbytes, 1), self._device, key=self._key))
+        except Exception as caught:
+            error = caught
+        self._group.vote("allocation", error)
+        try:
+            slots = self._slots
+            memory = [slots.slot(k) for k in range(plan.num_slots)] if slots else []
+            memory += [buffer.bytes for buffer in self._singles]
+            self._gatherer = Gatherer(
+                plan, self._items, self._tensors, memory, lambda: self._group.broadcast_group(self._device)
+            )
+            self.handles = list(slots.handles[: plan.num_slots]) if slots else []
+            self.handles += [buffer.handle for buffer in self._singles]
+            self.handles += [handles.export(self._resident_tensor(i), key=self._key) for i in plan.resident]
+            self._resident_pointers = self._pointers()
+        except Exception as caught:
+            error = caught
+        self._group.vote("export", error)
+
+    def _reuse_or_allocate_slots(self) -> None:
+        plan, slots = self.plan, self._slots
+        if slots is not None and slots.num_slots >= plan.num_slots and slots.slot_bytes == plan.slot_bytes:
+            return
+        if slots is not None:
+            self._gatherer = None
+            slots.close()
+            self._slots = None
+        if plan.num_slots:
+            self._slots = StagingBuffer(
+                num_slots=plan.num_slots, slot_bytes=plan.slot_bytes, device=self._device, key=self._key
+            )
+
+
+def wire_bytes(plan: TransferPlan, rank: int) -> int:
+    """Bytes that the worker paired with group rank `rank` reads."""
+    return sum(num_bytes(row.dtype, row.shape) for row in (*plan.rows, *plan.local_rows[rank]))
+
+
+def _exportable(held: Held, item: StreamItem, device: torch.device) -> bool:
+    if not isinstance(held, torch.Tensor):
+        return False
+    local = local_of(held)
+    return (
+        local.device == device
+        and local.dtype == item.wire_dtype
+        and local.is_contiguous()
+        and local.numel() > 0
+        and tuple(local.shape) == item.inputs[0].shape
+    )

@@ -1,0 +1,340 @@
+"""Our own wire: plain JSON, one update request a sync, and a control block between each rank and its worker.
+
+The order of one sync:
+
+1) (all ranks) bring plan and memory up to date (`stage`); exchange handles if any changed;
+2) (sender) posts start and update from a thread; the workers wait at their control blocks;
+3) (all ranks) for each bucket: wait for its slot, load, vote, gather, announce it to the worker;
+4) (sender) the update request returns when every worker has loaded everything; vote;
+5) (sender) finish, which publishes the version; vote. Only now may anything be overwritten or freed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fsdp_ipc.clients.base import WeightSyncClient
+from fsdp_ipc.control import ControlBlock
+from fsdp_ipc.errors import WeightSyncError
+from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.stage import Stage, Wanted
+from fsdp_ipc.stats import StageTimer
+from fsdp_ipc.wire.base import Timeouts
+
+PROTOCOL = 1
+TOKEN_ENV = "FSDP_IPC_TOKEN"
+
+logger = logging.getLogger(__name__)
+
+
+class NativeDelivery:
+    """The backend `fsdp_ipc`: see the module's text for the order of calls.
+
+    Args:
+        stage: Plan and memory of the sender.
+        client: Used on the sender rank only.
+        group: The trainer ranks.
+        device: Device of the staging memory.
+        key: Device key of this rank.
+        timeouts: See `Timeouts`.
+        rank_local_experts: Deliver experts rank-locally where the layouts on both sides allow it.
+    """
+
+    backend = "fsdp_ipc"
+
+    def __init__(
+        self,
+        stage: Stage,
+        client: WeightSyncClient | None,
+        group: TrainerGroup,
+        device: torch.device,
+        key: str,
+        timeouts: Timeouts,
+        *,
+        rank_local_experts: bool = True,
+    ) -> None:
+        self._stage, self._client, self._group, self._key = stage, client, group, key
+        self._timeouts, self._rank_local_experts = timeouts, rank_local_experts
+        self._control: ControlBlock | None = None
+        self._session = ""
+        self._connected = False
+        self._known_plan = ""
+        self._handles: dict[str, list[dict[str, Any]]] = {}
+        self._experts: list[dict[str, list[int]] | None] = [None] * group.size
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp_ipc") if group.is_sender else None
+        # One stream for the life of the sender: a stream a sync strands allocator caches (vllm#52950).
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._events = [torch.cuda.Event(), torch.cuda.Event()] if device.type == "cuda" else []
+        self._in_update = False
+        self._sync = 0
+
+    def connect(self) -> None:
+        """All ranks, collective: give every worker the name of the control block that it shares with a rank."""
+        if self._connected:
+            return
+        group, error = self._group, None
+        try:
+            if self._control is not None:
+                self._control.close()
+            self._control = ControlBlock.create()
+        except Exception as caught:
+            error = caught
+        group.vote("connect", error)
+        assert self._control is not None
+        endpoints = group.gather_objects({"device": self._key, "control": self._control.name}, "connect")
+        session = group.broadcast_object(secrets.token_hex(16) if group.is_sender else None, "connect")
+        try:
+            _check_devices([e["device"] for e in endpoints], group)
+            if group.is_sender:
+                assert self._client is not None
+                self._client.init_weight_transfer_engine(
+                    {
+                        "protocol": PROTOCOL,
+                        "session": session,
+                        "token": os.environ.get(TOKEN_ENV),
+                        "endpoints": endpoints,
+                        "timeout_s": self._timeouts.request_s,
+                    }
+                )
+        except Exception as caught:
+            error = caught
+        group.vote("connect", error)
+        hello = self._control.read_report()
+        self._experts = group.gather_objects((hello or {}).get("experts"), "connect")
+        self._session, self._connected, self._known_plan = session, True, ""
+
+    def deliver(self, version: str | None, sync: int, timer: StageTimer) -> dict[str, Any] | None:
+        """All ranks, collective: one sync. See the module's text.
+
+        Raises:
+            WeightSyncError: On every rank.
+        """
+        group, stage = self._group, self._stage
+        self._sync = sync
+        with timer.stage("prepare"):
+            self.connect()
+            changed = stage.refresh(self._wanted(), agree=(version, sync))
+            if changed:
+                gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
+                keys = group.gather_objects(self._key, "handles")
+                self._handles = dict(zip(keys, gathered, strict=True))
+        started, updated = self._post(sync, changed)
+        try:
+            self._produce(sync, timer, started, updated)
+            with timer.stage("request"):
+                group.vote("update", _outcome(updated, self._timeouts.transfer_s))
+            self._known_plan = stage.plan.digest
+        except BaseException as error:
+            self._fail(sync, error, updated)
+            raise
+        with timer.stage("finish"):
+            error: Exception | None = None
+            try:
+                if self._client is not None and group.is_sender:
+                    self._client.finish_weight_update(version)
+                    self._in_update = False
+            except Exception as caught:
+                error = caught
+            # The barrier after which references may go: every worker has reported that it is done.
+            group.vote("finish", error)
+            stage.release_unpacked()
+        assert self._control is not None
+        return self._control.read_report()
+
+    def recover(self, reason: str) -> None:
+        """Sender: close the half-open update on the server; all ranks: start anew with the next handshake."""
+        self._connected = False
+        # A worker that did not answer may still read this memory: it is never written again.
+        self._stage.close()
+        if not self._in_update or self._client is None or not self._group.is_sender:
+            return
+        self._in_update = False
+        for call in (
+            lambda client: client.update_weights({"session": self._session, "abort": reason[:2000]}),
+            lambda client: client.finish_weight_update(),
+        ):
+            _quietly(call, self._client)
+
+    def close(self) -> None:
+        """This rank: end the thread, unlink the control block."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._connected = False
+
+    def _wanted(self) -> Wanted:
+        """By rank, the names of the experts that its worker holds; () where delivery is not rank-local."""
+        if not self._rank_local_experts or any(e is None for e in self._experts):
+            return ()
+        return tuple(_ExpertNames(e or {}) for e in self._experts)
+
+    def _post(self, sync: int, changed: bool) -> tuple[Future[None] | None, Future[None] | None]:
+        client, plan, stage = self._client, self._stage.plan, self._stage
+        if self._threads is None or client is None:
+            return None, None
+        new_plan = plan.digest != self._known_plan
+        payload = {
+            "session": self._session,
+            "sync": sync,
+            "plan_digest": plan.digest,
+            "plan": _plan_json(self._stage, list(self._handles)) if new_plan else None,
+            "epoch": stage.epoch,
+            "allocations": self._handles if changed or new_plan else None,
+        }
+
+        def start() -> None:
+            client.start_weight_update()
+            self._in_update = True
+
+        started = self._threads.submit(start)
+
+        def update() -> None:
+            if started.exception() is None:
+                client.update_weights(payload)
+
+        return started, self._threads.submit(update)
+
+    def _produce(
+        self, sync: int, timer: StageTimer, started: Future[None] | None, updated: Future[None] | None
+    ) -> None:
+        """All ranks, collective: gather bucket after bucket, announcing each to this rank's worker."""
+        stage, group, control = self._stage, self._group, self._control
+        assert control is not None
+        plan = stage.plan
+        slots = plan.num_slots or plan.num_buckets
+        heard = False
+        current = torch.cuda.current_stream(self._stream.device) if self._stream is not None else None
+        if self._stream is not None and current is not None:
+            self._stream.wait_stream(current)
+        for bucket in range(plan.num_buckets):
+            error: Exception | None = None
+            try:
+                if bucket >= slots:
+                    if not heard:
+                        with timer.stage("start"):
+                            group.vote("start", _outcome(started, self._timeouts.transfer_s))
+                        heard = True
+                    with timer.stage("wait", bucket):
+                        self._wait_consumed(sync, bucket - slots + 1, updated)
+                with timer.stage("load", bucket), _on(self._stream):
+                    stage.gatherer.load(bucket, stage.tensors)
+            except WeightSyncError:
+                raise
+            except Exception as caught:
+                error = caught
+            with timer.stage("vote", bucket):
+                group.vote("gather", error)
+            with timer.stage("gather", bucket), _on(self._stream):
+                stage.gatherer.gather(bucket)
+                if self._stream is not None:
+                    self._events[bucket % 2].record(self._stream)
+            if bucket and self._events:
+                # The next bucket is queued already: the device never waits for this host.
+                with timer.stage("gather", bucket - 1):
+                    self._events[(bucket - 1) % 2].synchronize()
+                control.produce(sync, bucket)
+            elif not self._events:
+                control.produce(sync, bucket + 1)
+        if self._stream is not None and current is not None:
+            with timer.stage("gather", plan.num_buckets - 1):
+                self._events[(plan.num_buckets - 1) % 2].synchronize()
+            control.produce(sync, plan.num_buckets)
+            current.wait_stream(self._stream)
+        if not heard:
+            with timer.stage("start"):
+                group.vote("start", _outcome(started, self._timeouts.transfer_s))
+
+    def _wait_consumed(self, sync: int, count: int, updated: Future[None] | None) -> None:
+        """Wait for this rank's worker to free a slot, looking now and then whether the request has failed."""
+        assert self._control is not None
+        remaining = self._timeouts.transfer_s
+        while True:
+            step = min(0.25, remaining)
+            try:
+                self._control.wait_consumed(sync, count, step)
+                return
+            except TimeoutError:
+                remaining -= step
+                if updated is not None and updated.done():
+                    updated.result()
+                if remaining <= 0:
+                    raise
+
+    def _fail(self, sync: int, error: BaseException, updated: Future[None] | None) -> None:
+        """After a failure: let this rank's worker go, and wait for the request that is still out."""
+        if self._control is not None:
+            self._control.fail(sync, f"the trainer gave up: {error}"[:4000])
+        if updated is not None:
+            _outcome(updated, self._timeouts.request_s)
+
+
+class _ExpertNames:
+    """The expert tensors that one worker holds, as a set of checkpoint names that need not be listed."""
+
+    def __init__(self, experts: dict[str, list[int]]) -> None:
+        self._experts = {prefix: frozenset(ids) for prefix, ids in experts.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ExpertNames) and self._experts == other._experts
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self._experts)))
+
+    def __contains__(self, name: object) -> bool:
+        prefix, dot, rest = str(name).partition(".experts.")
+        expert = rest.partition(".")[0]
+        held = self._experts.get(f"{prefix}.experts")
+        return bool(dot) and held is not None and expert.isdecimal() and int(expert) in held
+
+
+def _plan_json(stage: Stage, keys: Sequence[str]) -> dict[str, Any]:
+    plan = stage.plan
+    return {
+        "tensors": [list(row) for row in plan.rows],
+        "num_buckets": plan.num_buckets,
+        "packed": plan.packed,
+        "local": {
+            key: [list(r) for r in rows] for key, rows in zip(keys, plan.local_rows, strict=True) if rows
+        },
+    }
+
+
+def _check_devices(keys: Sequence[str], group: TrainerGroup) -> None:
+    for key in keys:
+        sharing = [rank for rank, other in enumerate(keys) if other == key]
+        if len(sharing) > 1:
+            raise ValueError(
+                f"{len(sharing)} trainer ranks (group ranks {sharing}, global ranks "
+                f"{[group.ranks[r] for r in sharing]}) share GPU {key}: expected one rank a GPU, since a worker could "
+                "not tell whose memory to read. Check CUDA_VISIBLE_DEVICES and torch.cuda.set_device"
+            )
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _outcome(future: Future[None] | None, timeout_s: float) -> BaseException | None:
+    if future is None:
+        return None
+    try:
+        return future.exception(timeout=timeout_s)
+    except TimeoutError:
+        return TimeoutError(f"the server did not answer within {timeout_s:g} s")
+
+
+def _quietly(call: Callable[[WeightSyncClient], None], client: WeightSyncClient) -> None:
+    try:
+        call(client)
+    except Exception as error:  # the sync has failed already; its own cause is what the caller gets
+        logger.info("while closing a failed update: %s", error)

@@ -1,0 +1,129 @@
+"""A worker of the native wire without vLLM: reads every sync's tensors out of the trainer's memory, late if told to.
+
+It goes through the same payload checks, handles and control block as the real engine, so that lifetime, ordering and
+failure are those of the real thing; it keeps the bytes that it read instead of loading a model.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from fsdp_ipc.control import ControlBlock
+from fsdp_ipc.dtypes import dtype_name, view
+from fsdp_ipc.handles import OpenedBuffer, open_handle
+from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, Plan, check_bounds, parse_update
+
+
+class NativeWorker:
+    """Worker `index` behind `tests.fake_server.FakeServer(backend="fsdp_ipc", workers=[...])`.
+
+    Args:
+        index: Which endpoint it takes.
+        delay_s: Seconds between being told of a bucket and reading it.
+        fail_at: Bucket before which it raises, or None.
+        experts: Expert map that it reports in its greeting.
+        late: In unpacked mode, read only at finish.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        delay_s: float = 0.0,
+        fail_at: int | None = None,
+        experts: dict[str, list[int]] | None = None,
+        late: bool = False,
+    ) -> None:
+        self.index, self.delay_s, self.fail_at, self.experts, self.late = (
+            index,
+            delay_s,
+            fail_at,
+            experts,
+            late,
+        )
+        self.weights: dict[str, torch.Tensor] = {}
+        self.syncs: list[int] = []
+        self.num_opened = self.num_closed = 0
+        self._control: ControlBlock | None = None
+        self._session: InitInfo | None = None
+        self._plans: dict[str, Plan] = {}
+        self._buffers: list[OpenedBuffer] = []
+        self._pending: dict[str, torch.Tensor] = {}
+        self._released = False
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self.close()
+        self._session = InitInfo.from_json(init_info)
+        endpoints = self._session.endpoints
+        self._endpoint = endpoints[self.index % len(endpoints)]
+        self._control = ControlBlock.open(self._endpoint.control)
+        self._control.write_report({"kind": "hello", "worker_index": self.index, "experts": self.experts})
+
+    def start(self) -> None:
+        if self._session is None:
+            raise ValueError("no session: init first")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        info = parse_update(update_info)
+        assert self._session is not None and self._control is not None
+        if info.session != self._session.session:
+            raise ValueError(f"unknown session {info.session}")
+        if isinstance(info, AbortInfo):
+            raise RuntimeError(f"aborted: {info.abort}")
+        try:
+            self._receive(info, self._control)
+        except Exception as error:
+            self._control.fail(info.sync, f"{type(error).__name__}: {error}")
+            raise
+
+    def _receive(self, info: Any, control: ControlBlock) -> None:
+        if info.plan is not None:
+            self._plans[info.plan_digest] = info.plan
+        plan = self._plans.get(info.plan_digest)
+        if plan is None:
+            raise ValueError(f"unknown plan {info.plan_digest}")
+        if info.allocations is not None:
+            self._close_buffers()
+            handles = info.allocations[self._endpoint.device]
+            self._buffers = [open_handle(handle, torch.device("cpu")) for handle in handles]
+            self.num_opened += len(self._buffers)
+        buckets = plan.buckets_for(self._endpoint.device)
+        check_bounds(buckets, [buffer.bytes.numel() for buffer in self._buffers])
+        self._pending = {}
+        for bucket, rows in enumerate(buckets):
+            if self.fail_at == bucket:
+                raise RuntimeError(f"worker {self.index} breaks at bucket {bucket}")
+            control.wait_produced(info.sync, bucket + 1, 60.0)
+            time.sleep(self.delay_s)
+            for row in rows:
+                memory = self._buffers[row.allocation].bytes
+                seen = view(memory, row.offset, dtype_name(row.dtype), row.shape)
+                self._pending[row.name] = seen if self.late and not plan.packed else seen.clone()
+            control.consume(info.sync, bucket + 1)
+        self.sync, self._released = info.sync, not plan.packed
+
+    def finish(self) -> None:
+        time.sleep(self.delay_s if self.late else 0.0)
+        self.weights = {name: seen.clone() for name, seen in self._pending.items()}
+        self._pending = {}
+        if self._released:
+            self._close_buffers()
+        self.syncs.append(self.sync)
+        assert self._control is not None
+        self._control.write_report({"kind": "sync", "sync": self.sync, "num_tensors": len(self.weights)})
+
+    def close(self) -> None:
+        self._close_buffers()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def _close_buffers(self) -> None:
+        self.num_closed += len(self._buffers)
+        self._pending = {}
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []
