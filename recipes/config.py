@@ -19,6 +19,8 @@ from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+# Absolute, so that it is found however the recipe was started (by name, by path, or imported).
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 _QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
@@ -88,17 +90,17 @@ class SyncConfig:
     Attributes:
         backend: Weight-transfer back end: auto, fsdp_ipc or ipc.
         wire_dtype: Dtype on the wire; None: that of each parameter.
-        keep: Name patterns of parameters that keep their own dtype.
+        keep: Name patterns of parameters that keep their own dtype; None: the library's choice.
         packed: Pack tensors into staging buckets; False: one handle a tensor.
-        bucket_mb: Size of a staging slot, in MiB.
+        bucket_mb: Size of a staging slot, in MiB; None: the largest tensor's, at least 1024.
         num_slots: Staging slots.
     """
 
     backend: str = "auto"
     wire_dtype: str | None = "bfloat16"
-    keep: list[str] = field(default_factory=list)
+    keep: list[str] | None = None
     packed: bool = True
-    bucket_mb: float = 1024
+    bucket_mb: float | None = None
     num_slots: int = 2
 
 
@@ -127,7 +129,11 @@ class ServerConfig:
 
 @dataclass(kw_only=True)
 class JobConfig:
-    """Everything that `recipes.train` is told."""
+    """Everything that `recipes.train` is told.
+
+    Attributes:
+        complete: Whether to ask the server for completions; False measures the pushes alone.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -135,7 +141,6 @@ class JobConfig:
     sync: SyncConfig = field(default_factory=SyncConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     complete: bool = True
-    run_dir: str = MISSING
 
 
 def register_configs() -> None:
@@ -144,7 +149,7 @@ def register_configs() -> None:
     store.store(name="job_schema", node=JobConfig)
     store.store(group="model", name="model_schema", node=ModelConfig)
     if not OmegaConf.has_resolver("launched"):
-        OmegaConf.register_new_resolver("launched", launch_time, use_cache=True)
+        OmegaConf.register_new_resolver("launched", lambda: launch_time(), use_cache=True)  # noqa: PLW0108 - without its parameter
 
 
 def load(cfg: DictConfig) -> JobConfig:
@@ -177,8 +182,12 @@ def load(cfg: DictConfig) -> JobConfig:
             )
     if job.data.path is not None:
         job.data.path = to_absolute_path(job.data.path)
-    job.run_dir = to_absolute_path(job.run_dir)
     return job
+
+
+def run_dir() -> Path:
+    """The job's directory, the same on every rank of a node; only rank 0 writes to it."""
+    return Path(HydraConfig.get().runtime.output_dir)
 
 
 def check(job: JobConfig) -> None:
@@ -208,7 +217,7 @@ def check(job: JobConfig) -> None:
         "server.start_timeout_s": job.server.start_timeout_s,
     }
     for name, number in positive.items():
-        if not number > 0:
+        if number is not None and not number > 0:
             raise ValueError(f"{name}={number!r}: must be greater than 0")
     if not 0 < job.server.gpu_memory_utilization < 1:
         value = job.server.gpu_memory_utilization

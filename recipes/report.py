@@ -1,0 +1,193 @@
+"""What the demo shows, on one rank: the progress bar, text before and after, the table, the line for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Push:
+    """One push, as told by the sender, and what the server then said.
+
+    Attributes:
+        version: The version that the server publishes.
+        num_bytes: Bytes on the wire.
+        num_tensors: Tensors sent.
+        num_buckets: Staging buckets used.
+        seconds: From `send` to its return.
+        stage_s: Seconds by stage.
+        loss: Loss of the step before.
+        text: The server's completion; None if it was not asked.
+        recited: Leading characters of the completion that are those of the text.
+    """
+
+    version: str
+    num_bytes: int
+    num_tensors: int
+    num_buckets: int
+    seconds: float
+    stage_s: Mapping[str, float]
+    loss: float
+    text: str | None = None
+    recited: int = 0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (10^9 bytes) a second over the whole push."""
+        return self.num_bytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass
+class Report:
+    """Shows the job's course on standard error and its results on standard output.
+
+    Ranks other than 0 have one too, which is silent, so that the loop need not ask.
+
+    Args:
+        steps: Steps of the whole job.
+        active: Whether this rank shows anything.
+    """
+
+    steps: int
+    active: bool
+    before: str | None = None
+    expected: str | None = None
+    pushes: list[Push] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._live = self.active and self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("[bold]train"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  last sync {task.fields[sync]}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[note]}"),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task: TaskID = self._progress.add_task("train", total=self.steps, loss="–", sync="–", note="")
+        self._noted_at = 0.0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Show one line above the bar."""
+        if self.active:
+            self._console.print(text, highlight=False, markup=False)
+
+    def step(self, step: int, loss: float) -> None:
+        """Show that a step is done."""
+        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}")
+
+    def waiting(self, seconds: float, line: str) -> None:
+        """Show what the job waits for; where nothing is live, a line every 15 s."""
+        note = f"server starts, {seconds:.0f} s: {line[-60:]}"
+        self._progress.update(self._task, note=note)
+        if self.active and not self._live and time.monotonic() - self._noted_at > 15:
+            self._noted_at = time.monotonic()
+            self.say(note)
+
+    def ready(self, seconds: float) -> None:
+        """Show that the server answers."""
+        self._progress.update(self._task, note="")
+        self.say(f"server ready after {seconds:.0f} s")
+
+    def pushed(self, push: Push) -> None:
+        """Show a push, and the server's text before the first one and after this one, side by side."""
+        self.pushes.append(push)
+        self._progress.update(self._task, sync=f"{push.seconds * 1e3:.0f} ms")
+        self.say(
+            f"pushed version {push.version}: {push.num_bytes:,} bytes in {push.seconds * 1e3:.0f} ms, loss {push.loss:.3f}"
+        )
+        if push.text is None or not self.active:
+            return
+        table = Table(show_lines=False, expand=True)
+        table.add_column("before the first push", ratio=1)
+        table.add_column(f"after version {push.version} ({push.recited} characters right)", ratio=1)
+        after = Text(push.text[: push.recited], style="green") + Text(push.text[push.recited :])
+        table.add_row(Text(printable(self.before or "")), after)
+        self._console.print(table)
+
+    def finish(self, more: Mapping[str, Any]) -> None:
+        """Print the table of all pushes, and one JSON line with the same as the last line of standard output.
+
+        Args:
+            more: Further facts for the JSON line.
+        """
+        if not self.active:
+            return
+        self._progress.stop()
+        out = Console(file=sys.stdout)
+        out.print(summary(self.pushes))
+        line = {
+            **more,
+            "recited_chars": max((push.recited for push in self.pushes), default=0),
+            "expected_chars": len(self.expected or ""),
+            "before": self.before,
+            "after": self.pushes[-1].text if self.pushes else None,
+            "pushes": [
+                {
+                    "version": push.version,
+                    "bytes": push.num_bytes,
+                    "num_tensors": push.num_tensors,
+                    "num_buckets": push.num_buckets,
+                    "seconds": round(push.seconds, 6),
+                    "stage_s": {name: round(value, 6) for name, value in push.stage_s.items()},
+                    "gb_per_s": round(push.gb_per_s, 4),
+                    "loss": round(push.loss, 4),
+                }
+                for push in self.pushes
+            ],
+        }
+        print(json.dumps(line), flush=True)
+
+
+def summary(pushes: Sequence[Push]) -> Table:
+    """Lay the pushes out as a table, a row a version, a column a stage."""
+    stages = list(dict.fromkeys(stage for push in pushes for stage in push.stage_s))
+    table = Table(title="weight syncs")
+    for name in (
+        "version",
+        "bytes",
+        "tensors",
+        "buckets",
+        *(f"{stage}, ms" for stage in stages),
+        "all, ms",
+        "GB/s",
+    ):
+        table.add_column(name, justify="right")
+    for push in pushes:
+        times = [f"{push.stage_s[stage] * 1e3:.1f}" if stage in push.stage_s else "–" for stage in stages]
+        counts = [f"{push.num_bytes:,}", str(push.num_tensors), str(push.num_buckets)]
+        table.add_row(push.version, *counts, *times, f"{push.seconds * 1e3:.1f}", f"{push.gb_per_s:.3f}")
+    return table
+
+
+def matching_prefix(text: str, expected: str) -> int:
+    """Count the leading characters that two texts share."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b),
+        min(len(text), len(expected)),
+    )
+
+
+def printable(text: str) -> str:
+    """Replace what would disturb a terminal: an untrained model may answer with any byte."""
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)

@@ -1,0 +1,337 @@
+"""The demo job: train with FSDP2, push the weights into a real vLLM server, and ask it what it has learned.
+
+Started by torchrun, one rank a GPU (or on the CPU); `conf/train.yaml` has the command line and the settings.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+import requests
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from fsdp_ipc import DTensorSource, WeightSender
+from fsdp_ipc.clients import HTTPWeightSyncClient
+from recipes.config import (
+    CONF_DIR,
+    DataConfig,
+    JobConfig,
+    TrainConfig,
+    load,
+    quiet_other_ranks,
+    register_configs,
+    run_dir,
+)
+from recipes.models import build_model, write_model_dir
+from recipes.report import Push, Report, matching_prefix
+from recipes.serve import Server
+
+_T = TypeVar("_T")
+
+
+class Trainer:
+    """The training loop's state: model, optimizer, data; the same calls on every rank.
+
+    Args:
+        model: The sharded model.
+        tokens: The whole text as token ids, `[num_tokens]` int64 on the model's device; taken as a circle.
+        config: The loop's settings.
+        rank: This rank, which decides what it reads.
+    """
+
+    def __init__(self, model: nn.Module, tokens: torch.Tensor, config: TrainConfig, rank: int) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._config = config
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._params, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._lr_factor)
+        self._random = torch.Generator().manual_seed(config.seed * 1000 + rank)
+
+    def step(self) -> float:
+        """Do one optimizer step. Collective. Returns this rank's loss."""
+        batch = self._batch()
+        logits = self._model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._params, self._config.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._schedule.step()
+        return loss.item()
+
+    def _batch(self) -> torch.Tensor:
+        """Windows of the text, `[batch_size, seq_len + 1]`, every second one from its beginning."""
+        length = min(self._config.seq_len + 1, len(self._tokens))
+        starts = torch.randint(len(self._tokens), (self._config.batch_size,), generator=self._random)
+        if torch.rand((), generator=self._random) < 0.5:
+            starts[0] = 0
+        return torch.stack([self._tokens.roll(-int(start))[:length] for start in starts])
+
+    def _lr_factor(self, step: int) -> float:
+        warmup = min(1.0, (step + 1) / self._config.warmup_steps) if self._config.warmup_steps else 1.0
+        return warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self._config.steps))))
+
+
+class Questions:
+    """Asks a server to continue the prompt, every replica for itself; rank 0 alone has one."""
+
+    def __init__(self, url: str, data: DataConfig, num_replicas: int) -> None:
+        self._url = url
+        self._data = data
+        self._num_replicas = num_replicas
+        self._session = requests.Session()
+        self._session.trust_env = False  # a proxy cannot reach this machine's loopback
+        self._model = self._session.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+
+    def ask(self) -> str:
+        """Return the completion; if replicas disagree, those of all of them."""
+        texts = [self._ask_replica(rank) for rank in range(self._num_replicas)]
+        if len(set(texts)) == 1:
+            return texts[0]
+        return "\n".join(f"[replica {rank}] {text}" for rank, text in enumerate(texts))
+
+    def _ask_replica(self, rank: int) -> str:
+        body = {
+            "model": self._model,
+            "prompt": self._data.prompt,
+            "max_tokens": self._data.max_tokens,
+            "temperature": 0,
+        }
+        headers = {"X-data-parallel-rank": str(rank)} if self._num_replicas > 1 else {}
+        answer = self._session.post(f"{self._url}/v1/completions", json=body, headers=headers, timeout=300)
+        if not answer.ok:
+            raise RuntimeError(f"completion refused with status {answer.status_code}: {answer.text[:2000]}")
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+
+def run(job: JobConfig, out: Path) -> None:
+    """Run the job on this rank. Collective over all ranks of torchrun.
+
+    1) (rank 0) write the model's directory, start the server in the background;
+    2) (all ranks) build and shard the model, train up to the first push;
+    3) (rank 0) wait until the server is healthy, ask it for a completion of its random weights;
+    4) (all ranks) push, (rank 0) ask again, go on training; the last step pushes too.
+
+    Args:
+        job: The settings.
+        out: Directory for the server's log and the model's files; rank 0 writes to it.
+    """
+    rank, world_size, device = dist.get_rank(), dist.get_world_size(), _device()
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
+    began = time.monotonic()
+    with ExitStack() as stack:
+        report = stack.enter_context(Report(steps=job.train.steps, active=rank == 0))
+        model_dir = from_rank0(lambda: _model_dir(job, out))
+        server: Server | None = None
+
+        def start_server() -> str:
+            nonlocal server
+            if job.server.url is not None:
+                return job.server.url
+            server = Server(
+                model_dir,
+                num_replicas=world_size,
+                config=job.server,
+                log_path=out / "server.log",
+                on_gpu=device.type == "cuda",
+            )
+            stack.enter_context(server)
+            report.say(f"server starts at {server.url}, its log is {server.log_path}")
+            return server.url
+
+        url = from_rank0(start_server)
+        model = build_model(
+            model_dir,
+            mesh,
+            has_weights=job.model.path is not None,
+            seed=job.train.seed,
+            compute_dtype=getattr(torch, job.train.compute_dtype),
+        )
+        text = read_text(job.data)
+        trainer = Trainer(model, _tokens(text, model_dir).to(device), job.train, rank)
+        client = HTTPWeightSyncClient(url)
+        sender: WeightSender | None = None
+        questions: Questions | None = None
+
+        def meet_server() -> float:
+            nonlocal questions
+            if server is not None:
+                server.wait_healthy(report.waiting)
+            else:
+                client.health()
+            seconds = time.monotonic() - began
+            report.ready(seconds)
+            if job.complete:
+                questions = Questions(url, job.data, world_size if server is not None else 1)
+                report.expected = continuation(text, job.data.prompt)
+                report.before = questions.ask()
+                report.say("the server's text before any push:")
+                report.say(repr(report.before[:120]))
+            return seconds
+
+        def ask() -> str | None:
+            if server is not None:
+                server.check_alive()
+            client.reset_prefix_cache()  # an update leaves keys and values of the old weights behind
+            return questions.ask() if questions is not None else None
+
+        server_s, train_s = 0.0, 0.0
+        for step in range(1, job.train.steps + 1):
+            started = time.monotonic()
+            loss = trainer.step()
+            train_s += time.monotonic() - started
+            report.step(step, loss)
+            if step % job.train.push_every and step != job.train.steps:
+                continue
+            if sender is None:
+                server_s = from_rank0(meet_server)
+                sender = stack.enter_context(_sender(job, model, client))
+            stats = sender.send(version=str(step))
+            answer = from_rank0(ask)
+            report.pushed(
+                Push(
+                    version=str(stats.version),
+                    num_bytes=stats.bytes,
+                    num_tensors=stats.num_tensors,
+                    num_buckets=stats.num_buckets,
+                    seconds=stats.seconds,
+                    stage_s=dict(stats.stage_s),
+                    loss=loss,
+                    text=answer,
+                    recited=matching_prefix(answer or "", report.expected or ""),
+                )
+            )
+        report.finish(
+            {
+                "world_size": world_size,
+                "device": device.type,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "server_ready_s": round(server_s, 2),
+                "train_s": round(train_s, 2),
+                "total_s": round(time.monotonic() - began, 2),
+            }
+        )
+
+
+def from_rank0(function: Callable[[], _T]) -> _T:
+    """Call `function` on rank 0 and return its result on every rank. Collective.
+
+    If it raises, rank 0 raises the error and the other ranks leave quietly, so that one report is seen and no
+    rank waits for another.
+    """
+    error: BaseException | None = None
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[1] = function()
+        except BaseException as caught:  # noqa: BLE001 - raised again below, after the others know
+            error = caught
+            box[0] = f"{type(caught).__name__}: {caught}"
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if error is not None:
+        raise error
+    if box[0] is not None:
+        raise SystemExit(1)
+    result: _T = box[1]
+    return result
+
+
+def read_text(data: DataConfig) -> str:
+    """Read the text to learn: a file, or the Zen of Python out of the standard library."""
+    if data.path is not None:
+        return Path(data.path).read_text()
+    with contextlib.redirect_stdout(io.StringIO()):  # the module prints itself when it is imported
+        import this
+    return codecs.decode(this.s, "rot13")
+
+
+def continuation(text: str, prompt: str) -> str:
+    """What a model that knows the text by heart says after the prompt; empty if the prompt is not in it."""
+    _, found, after = text.partition(prompt)
+    return after if found else ""
+
+
+def _tokens(text: str, model_dir: Path) -> torch.Tensor:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return torch.tensor([*ids, *end])
+
+
+def _model_dir(job: JobConfig, out: Path) -> Path:
+    return Path(job.model.path) if job.model.path is not None else write_model_dir(job.model, out / "model")
+
+
+def _sender(job: JobConfig, model: nn.Module, client: HTTPWeightSyncClient) -> WeightSender:
+    dtype = None if job.sync.wire_dtype is None else getattr(torch, job.sync.wire_dtype)
+    return WeightSender(
+        DTensorSource(model, dtype=dtype, keep=job.sync.keep),
+        client,
+        backend=job.sync.backend,
+        packed=job.sync.packed,
+        bucket_bytes=None if job.sync.bucket_mb is None else int(job.sync.bucket_mb * 2**20),
+        num_slots=job.sync.num_slots,
+    )
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Join the process group that torchrun describes, or a group of one where the job runs by itself."""
+    device = _device()
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
+def _main(cfg: DictConfig) -> None:
+    job = load(cfg)
+    with process_group():
+        run(job, run_dir())
+
+
+def main() -> None:
+    """Entry point of `python -m recipes.train`."""
+    register_configs()
+    quiet_other_ranks()
+    _main()
+
+
+if __name__ == "__main__":
+    main()
