@@ -21,6 +21,8 @@ from fsdp_ipc.stage import Stage, wire_bytes
 from fsdp_ipc.stats import StageTimer, TransferStats
 from fsdp_ipc.wire.base import Delivery, Timeouts
 from fsdp_ipc.wire.native import NativeDelivery
+from fsdp_ipc.wire.stock import DIALECTS, StockDialect, StockWire, dialect_for
+from fsdp_ipc.wire.stock_delivery import StockDelivery
 
 Backend = Literal["auto", "fsdp_ipc", "ipc"]
 
@@ -45,6 +47,8 @@ class WeightSender:
         timeouts: See `Timeouts`.
         rank_local_experts: Deliver experts to the worker on the same device only, where the layouts allow it.
         device: Device of the staging memory; None takes the device of the weights.
+        on_unknown_version: What to do with a vLLM release whose stock dialect is not known: `"nearest"` takes the
+            nearest one with a warning.
 
     Raises:
         ValueError: No process group, no mesh and no `group`, this rank is no member, or settings that can't hold.
@@ -68,6 +72,7 @@ class WeightSender:
         timeouts: Timeouts | None = None,
         rank_local_experts: bool = True,
         device: torch.device | None = None,
+        on_unknown_version: Literal["refuse", "nearest"] = "refuse",
     ) -> None:
         _check_settings(backend, bucket_bytes, num_slots)
         members = group if group is not None else source.mesh()
@@ -94,21 +99,38 @@ class WeightSender:
         except Exception as caught:
             error = caught
         self._group.vote("set-up", error, same=(backend, packed, bucket_bytes, num_slots, sender_rank))
-        chosen = self._choose(backend, client)
+        chosen, dialect = self._choose(backend, client, on_unknown_version)
         index = self._device.index if self._device.type == "cuda" else self._group.rank
         key = device_key(self._device, index or 0)
-        limits = PlanLimits(bucket_bytes=bucket_bytes, num_slots=num_slots, packed=packed)
-        self._stage = Stage(source, self._group, self._device, key, limits, export_parameters=packed)
-        self._delivery: Delivery = NativeDelivery(
-            self._stage,
-            client,
-            self._group,
-            self._device,
-            key,
-            self._timeouts,
-            rank_local_experts=rank_local_experts,
+        stock = chosen == "ipc"
+        limits = PlanLimits(
+            bucket_bytes=bucket_bytes,
+            num_slots=num_slots,
+            packed=packed,
+            alignment=1 if stock and packed else 256,
+            back_to_back=stock and packed,
         )
-        del chosen
+        # Packed chunks of the stock wire must lie in one buffer; everywhere else a parameter's own memory will do.
+        export_parameters = not (stock and packed)
+        self._stage = Stage(
+            source, self._group, self._device, key, limits, export_parameters=export_parameters
+        )
+        self._delivery: Delivery
+        if stock:
+            wire = StockWire(dialect, packed)
+            self._delivery = StockDelivery(
+                self._stage, client, self._group, self._device, key, wire, self._timeouts
+            )
+        else:
+            self._delivery = NativeDelivery(
+                self._stage,
+                client,
+                self._group,
+                self._device,
+                key,
+                self._timeouts,
+                rank_local_experts=rank_local_experts,
+            )
 
     @property
     def group(self) -> TrainerGroup:
@@ -182,45 +204,55 @@ class WeightSender:
             worker=worker,
         )
 
-    def _choose(self, backend: Backend, client: WeightSyncClient | None) -> str:
-        """All ranks, collective: the backend that the server has."""
-        chosen, error = "", None
+    def _choose(
+        self, backend: Backend, client: WeightSyncClient | None, on_unknown: Literal["refuse", "nearest"]
+    ) -> tuple[str, StockDialect]:
+        """All ranks, collective: the backend that the server has, and the dialect of its release."""
+        found: tuple[str, StockDialect] | None = None
+        error: Exception | None = None
         if self._group.is_sender:
             try:
-                chosen = _ask(backend, client)
+                chosen, version = _ask(backend, client)
+                stock = chosen == "ipc"
+                if stock and self._device.type != "cuda":
+                    raise ValueError(
+                        "the stock ipc backend moves CUDA memory only, and these weights are on the CPU: start the "
+                        'server with --weight-transfer-config \'{"backend":"fsdp_ipc"}\''
+                    )
+                found = chosen, dialect_for(version, on_unknown=on_unknown) if stock else DIALECTS[-1]
             except Exception as caught:
                 error = caught
         self._group.vote("server", error)
-        chosen = self._group.broadcast_object(chosen, "server")
+        found = self._group.broadcast_object(found, "server")
         if self._group.is_sender:
-            logger.info("weight transfer over the %s wire, %d trainer rank(s)", chosen, self._group.size)
-        return chosen
+            logger.info("weight transfer over the %s wire, %d trainer rank(s)", found[0], self._group.size)
+        return found
 
 
-def _ask(backend: Backend, client: Any) -> str:
+def _ask(backend: Backend, client: Any) -> tuple[str, str]:
     info = client.server_info() if hasattr(client, "server_info") else None
     if info is None:
-        return "fsdp_ipc" if backend == "auto" else backend
+        return ("fsdp_ipc" if backend == "auto" else backend), str(getattr(client, "version", ""))
     if not info.dev_mode:
         raise ValueError(
             f"the server (vLLM {info.version}) has no weight-transfer routes: start it with VLLM_SERVER_DEV_MODE=1"
         )
     if backend == "auto":
         if info.backend in ("fsdp_ipc", "ipc"):
-            return str(info.backend)
+            return str(info.backend), info.version
         if info.backend_known:
             raise ValueError(
                 f"the server (vLLM {info.version}) was started with weight-transfer backend {info.backend!r}; expected "
                 '"fsdp_ipc" (this package installed beside vLLM and --weight-transfer-config '
                 '\'{"backend":"fsdp_ipc"}\') or "ipc"'
             )
-        return "fsdp_ipc"
+        return "fsdp_ipc", info.version
     if info.backend_known and info.backend != backend:
         raise ValueError(
             f"backend={backend!r} was asked for, but the server (vLLM {info.version}) was started with "
             f'{info.backend!r}: start it with --weight-transfer-config \'{{"backend":"{backend}"}}\''
         )
-    return backend
+    return backend, info.version
 
 
 def _check_settings(backend: str, bucket_bytes: int | None, num_slots: int) -> None:

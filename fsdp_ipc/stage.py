@@ -62,6 +62,7 @@ class Stage:
         self._tensors: Sequence[Held] = ()
         self._plan: TransferPlan | None = None
         self.handles: list[IpcHandle] = []
+        self.memory: list[torch.Tensor] = []
         self.epoch = 0
 
     @property
@@ -121,6 +122,8 @@ class Stage:
 
     def release_unpacked(self) -> None:
         """After the barrier of a sync: give the single allocations of unpacked mode back."""
+        if self._singles:
+            self._gatherer, self.memory = None, []
         for buffer in self._singles:
             buffer.close()
         self._singles = []
@@ -131,7 +134,7 @@ class Stage:
         if self._slots is not None:
             self._slots.close()
         self._slots, self._gatherer, self._plan = None, None, None
-        self._tensors, self.handles = (), []
+        self._tensors, self.handles, self.memory = (), [], []
 
     def resident_bytes(self) -> int:
         """Bytes that are read from the trainer's own memory."""
@@ -201,7 +204,9 @@ class Stage:
             )
             self.handles = list(slots.handles[: plan.num_slots]) if slots else []
             self.handles += [buffer.handle for buffer in self._singles]
-            self.handles += [handles.export(self._resident_tensor(i), key=self._key) for i in plan.resident]
+            resident = [self._resident_tensor(i) for i in plan.resident]
+            self.handles += [handles.export(tensor, key=self._key) for tensor in resident]
+            self.memory = memory + [tensor.view(-1).view(torch.uint8) for tensor in resident]
             self._resident_pointers = self._pointers()
         except Exception as caught:
             error = caught

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from fsdp_ipc.clients.base import WeightSyncClient
 from fsdp_ipc.stats import StageTimer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +63,28 @@ class Delivery(Protocol):
 
     def close(self) -> None:
         """This rank: give everything back."""
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """The stream as current one, or nothing on a CPU."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def outcome(future: Future[None] | None, timeout_s: float) -> BaseException | None:
+    """What a request that is out ended with: its error, a time-out, or None if it went well or is another rank's."""
+    if future is None:
+        return None
+    try:
+        return future.exception(timeout=timeout_s)
+    except TimeoutError:
+        return TimeoutError(f"the server did not answer within {timeout_s:g} s")
+
+
+def quietly(call: Callable[[WeightSyncClient], None], client: WeightSyncClient) -> bool:
+    """Whether a clean-up call went well; its error is only logged, since the sync has a cause of its own already."""
+    try:
+        call(client)
+    except Exception as error:
+        logger.info("while closing a failed update: %s", error)
+        return False
+    return True

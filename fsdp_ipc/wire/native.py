@@ -11,12 +11,10 @@ The order of one sync:
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,12 +25,10 @@ from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.stage import Stage, Wanted
 from fsdp_ipc.stats import StageTimer
-from fsdp_ipc.wire.base import Timeouts
+from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
 
 PROTOCOL = 1
 TOKEN_ENV = "FSDP_IPC_TOKEN"
-
-logger = logging.getLogger(__name__)
 
 
 class NativeDelivery:
@@ -130,7 +126,7 @@ class NativeDelivery:
         try:
             self._produce(sync, timer, started, updated)
             with timer.stage("request"):
-                group.vote("update", _outcome(updated, self._timeouts.transfer_s))
+                group.vote("update", outcome(updated, self._timeouts.transfer_s))
             self._known_plan = stage.plan.digest
         except BaseException as error:
             self._fail(sync, error, updated)
@@ -161,7 +157,7 @@ class NativeDelivery:
             lambda client: client.update_weights({"session": self._session, "abort": reason[:2000]}),
             lambda client: client.finish_weight_update(),
         ):
-            _quietly(call, self._client)
+            quietly(call, self._client)
 
     def close(self) -> None:
         """This rank: end the thread, unlink the control block."""
@@ -222,11 +218,11 @@ class NativeDelivery:
                 if bucket >= slots:
                     if not heard:
                         with timer.stage("start"):
-                            group.vote("start", _outcome(started, self._timeouts.transfer_s))
+                            group.vote("start", outcome(started, self._timeouts.transfer_s))
                         heard = True
                     with timer.stage("wait", bucket):
                         self._wait_consumed(sync, bucket - slots + 1, updated)
-                with timer.stage("load", bucket), _on(self._stream):
+                with timer.stage("load", bucket), on_stream(self._stream):
                     stage.gatherer.load(bucket, stage.tensors)
             except WeightSyncError:
                 raise
@@ -234,7 +230,7 @@ class NativeDelivery:
                 error = caught
             with timer.stage("vote", bucket):
                 group.vote("gather", error)
-            with timer.stage("gather", bucket), _on(self._stream):
+            with timer.stage("gather", bucket), on_stream(self._stream):
                 stage.gatherer.gather(bucket)
                 if self._stream is not None:
                     self._events[bucket % 2].record(self._stream)
@@ -252,7 +248,7 @@ class NativeDelivery:
             current.wait_stream(self._stream)
         if not heard:
             with timer.stage("start"):
-                group.vote("start", _outcome(started, self._timeouts.transfer_s))
+                group.vote("start", outcome(started, self._timeouts.transfer_s))
 
     def _wait_consumed(self, sync: int, count: int, updated: Future[None] | None) -> None:
         """Wait for this rank's worker to free a slot, looking now and then whether the request has failed."""
@@ -275,7 +271,7 @@ class NativeDelivery:
         if self._control is not None:
             self._control.fail(sync, f"the trainer gave up: {error}"[:4000])
         if updated is not None:
-            _outcome(updated, self._timeouts.request_s)
+            outcome(updated, self._timeouts.request_s)
 
 
 class _ExpertNames:
@@ -318,23 +314,3 @@ def _check_devices(keys: Sequence[str], group: TrainerGroup) -> None:
                 f"{[group.ranks[r] for r in sharing]}) share GPU {key}: expected one rank a GPU, since a worker could "
                 "not tell whose memory to read. Check CUDA_VISIBLE_DEVICES and torch.cuda.set_device"
             )
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _outcome(future: Future[None] | None, timeout_s: float) -> BaseException | None:
-    if future is None:
-        return None
-    try:
-        return future.exception(timeout=timeout_s)
-    except TimeoutError:
-        return TimeoutError(f"the server did not answer within {timeout_s:g} s")
-
-
-def _quietly(call: Callable[[WeightSyncClient], None], client: WeightSyncClient) -> None:
-    try:
-        call(client)
-    except Exception as error:  # the sync has failed already; its own cause is what the caller gets
-        logger.info("while closing a failed update: %s", error)

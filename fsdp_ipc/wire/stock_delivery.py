@@ -1,0 +1,219 @@
+"""The stock `ipc` backend of vLLM: one request a chunk, gathering the next chunk while the request is out.
+
+The order of one sync:
+
+1) (all ranks) bring plan and memory up to date; (sender) start;
+2) (all ranks) for each chunk: learn that the request which read its slot last is answered, load, vote, gather,
+   export, exchange handles; (sender) post the chunk from a thread;
+3) (sender) finish, after every request is answered; vote. Only now may anything be overwritten or freed.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from fsdp_ipc.clients.base import WeightSyncClient
+from fsdp_ipc.dtypes import dtype_from_name
+from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.cuda_ipc import collect
+from fsdp_ipc.handles import stock_rebuild_args
+from fsdp_ipc.metadata import ParamMeta
+from fsdp_ipc.plan import TensorRow
+from fsdp_ipc.stage import Stage
+from fsdp_ipc.stats import StageTimer
+from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
+from fsdp_ipc.wire.stock import RebuildArgs, StockWire, merge_handles
+
+logger = logging.getLogger(__name__)
+
+
+class StockDelivery:
+    """The backend `ipc` of an unchanged vLLM, in the dialect of its release.
+
+    Args:
+        stage: Plan and memory of the sender; its limits must ask for `back_to_back` chunks if packed.
+        client: Used on the sender rank only.
+        group: The trainer ranks.
+        device: A CUDA device.
+        key: Device key of this rank, the GPU's UUID.
+        wire: Dialect and payloads.
+        timeouts: See `Timeouts`.
+    """
+
+    backend = "ipc"
+
+    def __init__(
+        self,
+        stage: Stage,
+        client: WeightSyncClient | None,
+        group: TrainerGroup,
+        device: torch.device,
+        key: str,
+        wire: StockWire,
+        timeouts: Timeouts,
+    ) -> None:
+        self._stage, self._client, self._group, self._key = stage, client, group, key
+        self._wire, self._timeouts = wire, timeouts
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp_ipc") if group.is_sender else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._connected = False
+        self._in_update = False
+
+    def connect(self) -> None:
+        """All ranks, collective: the handshake, which carries the `packed` flag where the release wants it there."""
+        if self._connected:
+            return
+        error: Exception | None = None
+        keys = self._group.gather_objects(self._key, "connect")
+        try:
+            merge_handles([{key: ()} for key in keys])
+            if self._client is not None and self._group.is_sender:
+                self._client.init_weight_transfer_engine(self._wire.init_info())
+        except Exception as caught:
+            error = caught
+        self._group.vote("connect", error)
+        self._connected = True
+
+    def deliver(self, version: str | None, sync: int, timer: StageTimer) -> dict[str, Any] | None:
+        """All ranks, collective: one sync. See the module's text.
+
+        Raises:
+            WeightSyncError: On every rank.
+        """
+        group, stage = self._group, self._stage
+        with timer.stage("prepare"):
+            self.connect()
+            stage.refresh((), agree=(version, sync))
+        with timer.stage("start"):
+            self._start()
+        requests: list[Future[None]] = []
+        try:
+            self._send_chunks(timer, requests)
+        except BaseException:
+            for request in requests:
+                outcome(request, self._timeouts.request_s)
+            raise
+        with timer.stage("finish"):
+            error: Exception | None = None
+            try:
+                if self._client is not None and group.is_sender:
+                    self._client.finish_weight_update(self._wire.weight_version(version))
+                    self._in_update = False
+            except Exception as caught:
+                error = caught
+            # The barrier after which references may go: unpacked tensors are read until finish.
+            group.vote("finish", error)
+            stage.release_unpacked()
+            collect()
+        return None
+
+    def recover(self, reason: str) -> None:
+        """Sender: close the half-open update, so that the next start is accepted and finds whole layers.
+
+        An update that raised has closed vLLM's session but left layers half open; only a finish resets those.
+        """
+        self._connected = False
+        self._stage.close()
+        if not self._in_update or self._client is None or not self._group.is_sender:
+            return
+        self._in_update = False
+        if not quietly(lambda client: client.finish_weight_update(), self._client):
+            quietly(lambda client: client.start_weight_update(), self._client)
+            quietly(lambda client: client.finish_weight_update(), self._client)
+
+    def close(self) -> None:
+        """This rank: end the thread."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        self._connected = False
+
+    def _start(self) -> None:
+        client, error = self._client, None
+        if client is not None and self._group.is_sender:
+            try:
+                _refuse_asleep(client)
+                client.start_weight_update()
+                self._in_update = True
+            except Exception as caught:
+                error = caught
+        self._group.vote("start", error)
+
+    def _send_chunks(self, timer: StageTimer, requests: list[Future[None]]) -> None:
+        stage, group = self._stage, self._group
+        plan = stage.plan
+        slots = max(plan.num_slots, 1)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for bucket in range(plan.num_buckets):
+            error: BaseException | None = None
+            with timer.stage("request", bucket):
+                if bucket >= slots and requests:
+                    error = outcome(requests[bucket - slots], self._timeouts.transfer_s)
+                group.vote("update", error)
+            try:
+                with timer.stage("load", bucket), on_stream(self._stream):
+                    stage.gatherer.load(bucket, stage.tensors)
+            except Exception as caught:
+                error = caught
+            with timer.stage("vote", bucket):
+                group.vote("gather", error)
+            with timer.stage("gather", bucket), on_stream(self._stream):
+                stage.gatherer.gather(bucket)
+                if self._stream is not None:
+                    # The event that torch records at the first export does not cover later writes.
+                    self._stream.synchronize()
+            with timer.stage("export", bucket):
+                payload = self._payload(bucket)
+            if self._threads is not None and self._client is not None:
+                requests.append(self._threads.submit(self._client.update_weights, payload))
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        with timer.stage("request"):
+            failed = [o for r in requests if (o := outcome(r, self._timeouts.transfer_s)) is not None]
+            group.vote("update", failed[0] if failed else None)
+
+    def _payload(self, bucket: int) -> dict[str, Any]:
+        """All ranks, collective: the chunk's names, and the handles of every rank by GPU."""
+        stage, group, error = self._stage, self._group, None
+        rows = sorted(
+            (r for r in stage.plan.rows if r.bucket == bucket), key=lambda r: (r.allocation, r.offset)
+        )
+        mine: list[RebuildArgs] = []
+        try:
+            if stage.plan.packed:
+                mine = [stock_rebuild_args(stage.memory[rows[0].allocation])]
+            else:
+                mine = [stock_rebuild_args(_view(stage.memory[row.allocation], row)) for row in rows]
+        except Exception as caught:
+            error = caught
+        group.vote("export", error)
+        everybody = group.gather_objects({self._key: mine}, "handles")
+        if not group.is_sender:
+            return {}
+        merged = [
+            merge_handles([{key: args[n] for key, args in rank.items()} for rank in everybody])
+            for n in range(len(mine))
+        ]
+        metas = [ParamMeta(row.name, dtype_from_name(row.dtype), row.shape) for row in rows]
+        return self._wire.update_info(metas, merged[0] if stage.plan.packed else merged)
+
+
+def _view(memory: torch.Tensor, row: TensorRow) -> torch.Tensor:
+    dtype = dtype_from_name(row.dtype)
+    numel = 1
+    for size in row.shape:
+        numel *= size
+    return memory[row.offset : row.offset + numel * dtype.itemsize].view(dtype).view(row.shape)
+
+
+def _refuse_asleep(client: Any) -> None:
+    """An update while the server sleeps kills its engine (vllm#57853)."""
+    asleep = getattr(client, "is_sleeping", None)
+    if asleep is not None and asleep():
+        raise RuntimeError(
+            "the server is asleep: wake its weights first (POST /wake_up?tags=weights), then send"
+        )
