@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fsdp_ipc.vllm_plugin.cpu_reload import CpuReload
 from fsdp_ipc.vllm_plugin.payload import names_text
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class LayerwiseLoader:
         self.examined = False
         """Whether `completeness.examine` proved beforehand that the names sent fill every parameter."""
         self._on_incoming = on_incoming
+        self._cpu = CpuReload(model)
         self._open = False
         self._num_tensors = 0
 
@@ -98,6 +100,7 @@ class LayerwiseLoader:
             heal(self.model, self.model_config)
         self._num_tensors = 0
         self._open = True
+        self._cpu.install()
         initialize_layerwise_reload(self.model)
 
     def load(self, bucket: int, tensors: NamedTensors, *, keep_alive: bool) -> None:
@@ -107,7 +110,7 @@ class LayerwiseLoader:
         time as vLLM asks for them: the copies of complete layers are freed on the way.
         """
         self._num_tensors += len(tensors)
-        with without_mtp_check():
+        with torch.no_grad(), without_mtp_check():
             self.model.load_weights(self._handed_over(tensors, keep_alive))
 
     def _handed_over(self, tensors: NamedTensors, keep_alive: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -141,8 +144,9 @@ class LayerwiseLoader:
         untouched = {id(layer) for _, layer in waiting if layer_info(layer).load_numel <= 0}
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
+        self._cpu.remove()
+        self._cpu.refresh_tied_heads()
         loaded = [layer for layer in self.model.modules() if id(layer) not in untouched]
-        _refresh_tied(self.model, loaded)
         params = {id(param) for layer in loaded for param in layer.parameters(recurse=False)}
         return LoadCounts(
             num_tensors=self._num_tensors, loader_params=len(params), reasons={"vllm loader": len(params)}
@@ -153,6 +157,7 @@ class LayerwiseLoader:
         if self._open or half_open_layers(self.model):
             heal(self.model, self.model_config)
         self._open = False
+        self._cpu.remove()
 
     def _unfinished(self, waiting: Sequence[tuple[str, nn.Module]]) -> list[str]:
         """vLLM parameters that should have got weights and did not, by name."""
@@ -246,24 +251,3 @@ def without_mtp_check() -> AbstractContextManager[None]:
         return nullcontext()
     context: AbstractContextManager[None] = disable_mtp_completeness_check()
     return context
-
-
-def _refresh_tied(model: nn.Module, loaded: Sequence[nn.Module]) -> None:
-    """Let layers that share a parameter with a reloaded one take notice of it.
-
-    On CPU a linear layer or LM head works on a packed copy of its weight, made when weights are processed. A tied
-    LM head is not reloaded itself, so without this it would go on with the old embedding.
-    """
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    loaded_ids = {id(layer) for layer in loaded}
-    params = {id(param) for layer in loaded for param in layer.parameters(recurse=False)}
-    for layer in model.modules():
-        if id(layer) in loaded_ids or is_attention(layer):
-            continue
-        tied = [param for param in layer.parameters(recurse=False) if id(param) in params]
-        if not tied or any(param.device.type != "cpu" for param in tied):
-            continue
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            method.process_weights_after_loading(layer)

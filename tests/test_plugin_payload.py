@@ -1,0 +1,271 @@
+"""Payloads of the native wire: what is well-formed passes unchanged, anything else is refused by the field's name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_ipc.handles import allocate
+from fsdp_ipc.vllm_plugin.payload import (
+    MAX_NAME,
+    AbortInfo,
+    InitInfo,
+    Plan,
+    TensorRow,
+    UpdateInfo,
+    check_bounds,
+    names_text,
+    parse_update,
+)
+
+SESSION = "0123456789abcdef" * 2
+
+
+def _init() -> dict[str, Any]:
+    return {
+        "protocol": 1,
+        "session": SESSION,
+        "token": None,
+        "endpoints": [{"device": "cpu:host:0", "control": "fsdp_ipc-1-ab.ctl"}],
+        "timeout_s": 60,
+    }
+
+
+def _plan() -> dict[str, Any]:
+    return {
+        "tensors": [
+            ["a.weight", "bfloat16", [4, 3], 0, 0, 0],
+            ["b.weight", "float32", [], 1, 0, 256],
+            ["empty", "int64", [0, 5], 1, 1, 0],
+        ],
+        "num_buckets": 2,
+        "packed": True,
+        "local": {"cpu:host:0": [["mine", "float8_e4m3fn", [7], 1, 0, 512]]},
+    }
+
+
+def _update(handle: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "session": SESSION,
+        "sync": 1,
+        "plan": _plan(),
+        "plan_digest": "d" * 64,
+        "allocations": {"cpu:host:0": [handle]},
+        "epoch": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def handle() -> dict[str, Any]:
+    buffer = allocate(1024, torch.device("cpu"), key="cpu:host:0")
+    found = buffer.handle.to_json()
+    buffer.close()
+    return found
+
+
+def test_well_formed_payloads_arrive_as_they_were_sent(handle: dict[str, Any]) -> None:
+    init = InitInfo.from_json(json.loads(json.dumps(_init())))
+    assert (init.session, init.token, init.timeout_s) == (SESSION, None, 60.0)
+    assert init.endpoints[0].control == "fsdp_ipc-1-ab.ctl"
+    update = parse_update(json.loads(json.dumps(_update(handle))))
+    assert isinstance(update, UpdateInfo) and update.plan is not None and update.allocations is not None
+    assert update.allocations["cpu:host:0"][0].to_json() == handle
+    mine = update.plan.buckets_for("cpu:host:0")
+    assert [[row.name for row in rows] for rows in mine] == [["a.weight"], ["b.weight", "empty", "mine"]]
+    assert mine[0][0] == TensorRow("a.weight", torch.bfloat16, (4, 3), 0, 0, 0)
+    assert [row.nbytes for rows in mine for row in rows] == [24, 4, 0, 7]
+    others = update.plan.buckets_for("cpu:host:1")
+    assert [row.name for rows in others for row in rows] == ["a.weight", "b.weight", "empty"]
+
+
+def test_plan_and_allocations_may_be_left_to_the_worker(handle: dict[str, Any]) -> None:
+    update = UpdateInfo.from_json({**_update(handle), "plan": None, "allocations": None})
+    assert update.plan is None and update.allocations is None
+
+
+def test_an_abort_is_told_from_an_update() -> None:
+    assert parse_update({"session": SESSION, "abort": "why"}) == AbortInfo(session=SESSION, abort="why")
+    with pytest.raises(ValueError, match="unknown field"):
+        parse_update({"session": SESSION, "abort": "why", "sync": 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol", 2),
+        ("protocol", "1"),
+        ("protocol", True),
+        ("session", SESSION[:-1]),
+        ("session", SESSION.upper()),
+        ("session", 5),
+        ("token", 7),
+        ("token", "x" * (MAX_NAME + 1)),
+        ("endpoints", []),
+        ("endpoints", {}),
+        ("endpoints", [{"device": "cpu:host:0"}]),
+        ("endpoints", [{"device": "cpu:host:0", "control": "../x"}]),
+        ("endpoints", [{"device": "cpu:host:0", "control": ""}]),
+        ("endpoints", [{"device": "cpu:host:0", "control": ".."}]),
+        ("endpoints", [{"device": "cpu:host:0", "control": "a\0b"}]),
+        ("endpoints", [{"device": 0, "control": "x"}]),
+        ("endpoints", [{"device": "d", "control": "x", "more": 1}]),
+        ("timeout_s", 0),
+        ("timeout_s", -1.0),
+        ("timeout_s", float("nan")),
+        ("timeout_s", float("inf")),
+        ("timeout_s", True),
+        ("timeout_s", "60"),
+    ],
+)
+def test_bad_handshakes_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"init_info\.{field}"):
+        InitInfo.from_json({**_init(), field: value})
+
+
+@pytest.mark.parametrize("missing", ["protocol", "session", "endpoints", "timeout_s"])
+def test_missing_and_unknown_fields_of_a_handshake(missing: str) -> None:
+    obj = _init()
+    del obj[missing]
+    with pytest.raises(ValueError, match=f"missing field.* {missing}"):
+        InitInfo.from_json(obj)
+    with pytest.raises(ValueError, match="unknown field"):
+        InitInfo.from_json({**_init(), "extra": 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("session", None),
+        ("sync", 0),
+        ("sync", 1.5),
+        ("sync", True),
+        ("sync", 1 << 32),
+        ("plan", []),
+        ("plan_digest", ""),
+        ("plan_digest", 3),
+        ("allocations", {}),
+        ("allocations", []),
+        ("allocations", {"k": {}}),
+        ("allocations", {"k": [None]}),
+        ("allocations", {"k": [{}]}),
+        ("allocations", {"k": ["/etc/passwd"]}),
+        ("epoch", -1),
+        ("epoch", None),
+    ],
+)
+def test_bad_updates_name_the_field(handle: dict[str, Any], field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"update_info\.{field}|^plan"):
+        UpdateInfo.from_json({**_update(handle), field: value})
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        (0, "", "name"),
+        (0, 5, "name"),
+        (0, "a\nb", "name"),
+        (0, "x" * (MAX_NAME + 1), "name"),
+        (1, "torch.bfloat16", "dtype"),
+        (1, "storage", "dtype"),
+        (1, ["bfloat16"], "dtype"),
+        (2, [4, -3], "shape"),
+        (2, [4, 3.0], "shape"),
+        (2, 12, "shape"),
+        (2, [1] * 17, "shape"),
+        (2, [1 << 30, 1 << 30], "shape"),
+        (3, 2, "bucket"),
+        (3, -1, "bucket"),
+        (4, -1, "allocation"),
+        (4, None, "allocation"),
+        (5, -2, "offset"),
+        (5, 3, "offset"),
+        (5, 1 << 60, "offset"),
+    ],
+)
+def test_bad_rows_name_the_tensor_and_the_column(column: int, value: object, words: str) -> None:
+    plan = _plan()
+    plan["tensors"][0][column] = value
+    with pytest.raises(ValueError, match=rf"plan\.tensors\[0\].*{words}"):
+        Plan.from_json(plan)
+
+
+def test_names_must_be_unique_for_each_worker() -> None:
+    plan = _plan()
+    plan["local"]["cpu:host:0"].append(["a.weight", "bfloat16", [4, 3], 0, 0, 0])
+    parsed = Plan.from_json(plan)
+    assert parsed.buckets_for("cpu:host:1")
+    with pytest.raises(ValueError, match=r"more than once: 'a\.weight'"):
+        parsed.buckets_for("cpu:host:0")
+
+
+def test_a_worker_without_any_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tensor for this worker"):
+        Plan.from_json({**_plan(), "tensors": []}).buckets_for("cpu:host:1")
+
+
+def test_rows_must_lie_inside_their_allocation() -> None:
+    rows = Plan.from_json(_plan()).buckets_for("cpu:host:0")
+    check_bounds(rows, [519, 0])
+    with pytest.raises(ValueError, match=r"'mine' needs bytes 512 to 519 of allocation 0, which has 518"):
+        check_bounds(rows, [518, 0])
+    with pytest.raises(ValueError, match=r"'empty' lies in allocation 1, but this worker was given 1"):
+        check_bounds(rows, [519])
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    assert names_text(["a", "b"]) == "'a', 'b'"
+    assert names_text([str(i) for i in range(100)]).endswith("and 92 more")
+
+
+def _paths(obj: object, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [at] if at else []
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            found += _paths(value, (*at, key))
+    elif isinstance(obj, list):
+        for index, value in enumerate(obj):
+            found += _paths(value, (*at, index))
+    return found
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(junk=_JSON, seed=st.integers(0, 1 << 30), which=st.sampled_from(["init", "update", "abort"]))
+def test_whatever_arrives_is_parsed_or_refused_with_a_value_error(
+    handle: dict[str, Any], junk: object, seed: int, which: str
+) -> None:
+    valid = {"init": _init(), "update": _update(handle), "abort": {"session": SESSION, "abort": "x"}}[which]
+    obj = copy.deepcopy(valid)
+    path = random.Random(seed).choice(_paths(obj))
+    place: Any = obj
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = junk
+    try:
+        parsed = InitInfo.from_json(obj) if which == "init" else parse_update(obj)
+    except ValueError as error:
+        assert len(str(error)) < 4000
+        return
+    if isinstance(parsed, UpdateInfo) and parsed.plan is not None:
+        for rows in parsed.plan.buckets_for("nobody") if parsed.plan.tensors else []:
+            for row in rows:
+                assert isinstance(row.dtype, torch.dtype) and row.nbytes >= 0 and row.offset >= 0
+
+
+@given(junk=_JSON)
+def test_junk_is_refused_with_a_value_error(junk: object) -> None:
+    for parse in (InitInfo.from_json, parse_update, Plan.from_json):
+        with pytest.raises(ValueError, match=r"expected|missing"):
+            parse(junk)
