@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 # Absolute, so that it is found however the recipe was started (by name, by path, or imported).
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -30,16 +30,17 @@ class ModelConfig:
 
     Attributes:
         path: Directory of a Hugging Face checkpoint, relative to where the job was started; None: the sizes.
+            Sizes are read only without a path.
     """
 
     path: str | None = None
-    hidden_size: int = MISSING
-    intermediate_size: int = MISSING
-    num_hidden_layers: int = MISSING
-    num_attention_heads: int = MISSING
-    num_key_value_heads: int = MISSING
-    head_dim: int = MISSING
-    max_position_embeddings: int = MISSING
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    max_position_embeddings: int = 0
     tie_word_embeddings: bool = False
 
 
@@ -222,7 +223,14 @@ def check(job: JobConfig) -> None:
     if not 0 < job.server.gpu_memory_utilization < 1:
         value = job.server.gpu_memory_utilization
         raise ValueError(f"server.gpu_memory_utilization={value!r}: must lie between 0 and 1")
-    if job.model.path is None and job.model.num_attention_heads % job.model.num_key_value_heads:
+    if job.model.path is not None:
+        return
+    for name, size in vars(job.model).items():
+        if isinstance(size, int) and not isinstance(size, bool) and size <= 0:
+            raise ValueError(
+                f"model.{name}={size}: choose sizes (model=tiny) or give a checkpoint (model.path=…)"
+            )
+    if job.model.num_attention_heads % job.model.num_key_value_heads:
         raise ValueError(
             f"model.num_attention_heads={job.model.num_attention_heads} must be a multiple of "
             f"model.num_key_value_heads={job.model.num_key_value_heads}"
