@@ -27,6 +27,11 @@ Conversion = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
+_IN_PLACE = frozenset(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "and", "or", "xor")) | {
+    "__setitem__"
+}
+
+
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
@@ -47,14 +52,15 @@ class _Provenance(TorchFunctionMode):
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
+        self.written: set[int] = set()  # ids of storages that something wrote to
         self._origins: dict[int, frozenset[str]] = {}
-        self._alive: list[torch.Tensor] = []  # ids are unique only among living objects
+        self._alive: list[Any] = []  # ids are unique only among living objects
         for name, tensor in inputs.items():
             self._note(tensor, frozenset((name,)))
 
     def _note(self, tensor: torch.Tensor, origins: frozenset[str]) -> None:
         self._origins[id(tensor)] = origins
-        self._alive.append(tensor)
+        self._alive.append((tensor, tensor.untyped_storage()))
 
     def origins(self, tensor: torch.Tensor) -> frozenset[str]:
         return self._origins.get(id(tensor), frozenset())
@@ -64,6 +70,9 @@ class _Provenance(TorchFunctionMode):
     ) -> Any:
         if func in (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone):
             return args[0]
+        name = getattr(func, "__name__", "")
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            self.written.add(id(args[0].untyped_storage()))
         result = func(*args, **(kwargs or {}))
         made = [t for t in _tensors(result) if id(t) not in self._origins]
         if made:
@@ -110,7 +119,7 @@ def trace(convert: Conversion, entries: Mapping[str, EntryInfo]) -> list[ParamRe
         name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in entries.items()
     }
     storages = {id(tensor.untyped_storage()): name for name, tensor in inputs.items()}
-    kept_alive = [tensor.untyped_storage() for tensor in inputs.values()]
+    # `provenance` keeps every storage alive, so that its id means it alone.
     with torch.no_grad(), _Provenance(inputs) as provenance:
         outputs = dict(convert(dict(inputs)))
 
@@ -136,21 +145,25 @@ def trace(convert: Conversion, entries: Mapping[str, EntryInfo]) -> list[ParamRe
     for name in outputs:
         members.setdefault(groups.root(next(iter(origins[name]))), []).append(name)
     joined: dict[str, list[str]] = {}
+    dropped: list[str] = []
     for name in entries:
         root = groups.root(name)
         if root in members:
             joined.setdefault(root, []).append(name)
         else:
-            logger.info("%s has no place in the checkpoint; it is not sent", name)
+            dropped.append(name)
+    if dropped:
+        logger.warning("the state-dict conversion has no place for %s; not sent", ", ".join(dropped))
 
     recipes = []
     for root, names in joined.items():
         made = [(name, outputs[name]) for name in members[root]]
-        aliases = len(names) == 1 and all(storages.get(id(t.untyped_storage())) == names[0] for _, t in made)
-        recipes.append(
-            _sliced(names[0], made) if aliases else _converted(convert, tuple(names), made, entries)
-        )
-    del kept_alive
+        places = {id(tensor.untyped_storage()) for _, tensor in made}
+        is_sliced = len(names) == 1 and not places & provenance.written
+        if is_sliced and all(storages.get(place) == names[0] for place in places):
+            recipes.append(_sliced(names[0], made))
+        else:
+            recipes.append(_converted(convert, tuple(names), made, entries))
     return recipes
 
 
@@ -220,6 +233,58 @@ def _wraps(module: nn.Module, segment: str) -> bool:
     if segment not in module._modules:
         return False
     return segment != "module" or isinstance(module, nn.parallel.DistributedDataParallel)
+
+
+def hooked_conversion(view: nn.Module) -> Conversion | None:
+    """What `state_dict()` of an (unwrapped) module makes of its registered parameters and buffers.
+
+    None if it just lists them: no module has hooks or a way of saving of its own. torchtitan's fused QKV has.
+    """
+    if not any(_saves_by_itself(module) for module in view.modules()):
+        return None
+
+    def convert(state: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = _holding(view, state, "").state_dict()
+        return {name: value for name, value in made.items() if not name.endswith("_extra_state")}
+
+    return convert
+
+
+def _saves_by_itself(module: nn.Module) -> bool:
+    return (
+        bool(module._state_dict_hooks)
+        or type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+    )
+
+
+def _holding(module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str) -> nn.Module:
+    """A copy of the tree that holds the given tensors, and None where there is none, as its parameters and buffers."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(
+        module.__dict__,
+        _parameters={key: state.get(prefix + key) for key in module._parameters},
+        _buffers={key: state.get(prefix + key) for key in module._buffers},
+        _modules={
+            key: None if child is None else _holding(child, state, f"{prefix}{key}.")
+            for key, child in module._modules.items()
+        },
+        _state_dict_pre_hooks={},  # FSDP2's would reshard the real module
+    )
+    return copy
+
+
+def chained(*conversions: Conversion | None) -> Conversion | None:
+    """One conversion after the other, without the Nones."""
+    steps = [step for step in conversions if step is not None]
+    if len(steps) < 2:
+        return steps[0] if steps else None
+
+    def convert(state: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        for step in steps:
+            state = dict(step(state))
+        return state
+
+    return convert
 
 
 def transformers_conversion(model: nn.Module) -> Conversion | None:

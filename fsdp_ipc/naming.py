@@ -18,7 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdp_ipc.conversion import WRAPPER_SEGMENTS, Conversion, trace, transformers_conversion, unwrapped
+from fsdp_ipc.conversion import (
+    WRAPPER_SEGMENTS,
+    Conversion,
+    chained,
+    hooked_conversion,
+    trace,
+    transformers_conversion,
+    unwrapped,
+)
 from fsdp_ipc.experts import ExpertLayout, check_expert_names, is_fused, keep_fused, unfuse
 from fsdp_ipc.peft import AdapterMap, LowRankMerge, adapter_map
 from fsdp_ipc.recipe import EntryInfo, ParamRecipe
@@ -328,9 +336,8 @@ def naming_for(
     adapters = adapter_map(plain)
     if adapters is not None:
         plain = adapters.base_model
-    convert: Conversion | None = getattr(adapter, "to_hf", adapter)
-    if convert is None:
-        convert = transformers_conversion(plain)
+    family: Conversion | None = getattr(adapter, "to_hf", adapter)
+    convert = chained(hooked_conversion(plain), transformers_conversion(plain) if family is None else family)
     tied = getattr(plain, "all_tied_weights_keys", None)
     ignored = getattr(plain, "_keys_to_ignore_on_save", None) or ()
     return Naming(
