@@ -112,9 +112,9 @@ class _InsideUpdate:
 
 
 class _Callback:
-    """A client that gives each update to a function."""
+    """A client that gives each update to a function, as the object that vLLM <= 0.26 would give it."""
 
-    def __init__(self, send: Callable[[dict[str, Any] | list[dict[str, Any]]], Any]) -> None:
+    def __init__(self, send: Callable[[Any], Any]) -> None:
         self._send = send
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -124,7 +124,14 @@ class _Callback:
         pass
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self._send(update_info)
+        try:
+            from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
+        except ImportError:
+            self._send(update_info)
+        else:
+            self._send(
+                IPCWeightTransferUpdateInfo(**update_info) if isinstance(update_info, dict) else update_info
+            )
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass

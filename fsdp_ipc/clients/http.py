@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import json
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
-import requests
-
-from fsdp_ipc.clients.base import ServerInfo, ServerRequestError, error_text, hint_for
+from fsdp_ipc.clients.base import ServerInfo, ServerRequestError
+from fsdp_ipc.clients.transport import HTTPTransport
 from fsdp_ipc.wire.stock import json_safe
 
-_T = TypeVar("_T")
 
-
-class HTTPWeightSyncClient:
+class HTTPWeightSyncClient(HTTPTransport):
     """Drives vLLM servers over their HTTP routes; needs neither vLLM nor ray.
 
     Every call goes to all servers at once, waits for every answer, and raises if one of them failed; the next call
@@ -41,35 +32,6 @@ class HTTPWeightSyncClient:
 
     __module__ = "fsdp_ipc.clients"
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        request_timeout_s: float = 300.0,
-        connect_timeout_s: float = 10.0,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        given = [urls] if isinstance(urls, str) else list(urls)
-        self.urls: tuple[str, ...] = tuple(url.rstrip("/") for url in given)
-        if not self.urls:
-            raise ValueError(
-                "urls is empty: give the base URL of at least one server, e.g. http://127.0.0.1:8000"
-            )
-        for url in self.urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{url!r} is not the base URL of a server: expected http://host:port")
-        if len(set(self.urls)) != len(self.urls):
-            raise ValueError(f"a server is named twice in {list(self.urls)}: it would get every update twice")
-        if request_timeout_s <= 0 or connect_timeout_s <= 0:
-            raise ValueError(
-                f"time-outs must be positive, got request_timeout_s={request_timeout_s}, "
-                f"connect_timeout_s={connect_timeout_s}"
-            )
-        self.request_timeout_s = request_timeout_s
-        self.connect_timeout_s = connect_timeout_s
-        self._headers = dict(headers or {})
-
     # The four verbs.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -81,7 +43,7 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+        self.post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
         """Open a weight update on every server.
@@ -90,7 +52,7 @@ class HTTPWeightSyncClient:
             ServerRequestError: A server refused or did not answer.
         """
         # vLLM up to 0.24 parses a JSON body here, later releases look at none.
-        self._post("/start_weight_update", {})
+        self.post("/start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Deliver one payload; raw handles of the stock backend are pickled on the way, as its HTTP route wants.
@@ -106,7 +68,7 @@ class HTTPWeightSyncClient:
             if isinstance(update_info, list)
             else json_safe(update_info)
         )
-        self._post("/update_weights", {"update_info": safe})
+        self.post("/update_weights", {"update_info": safe})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the update on every server, then publish the version.
@@ -115,17 +77,17 @@ class HTTPWeightSyncClient:
         that no server publishes it while another failed to close its update.
 
         Args:
-            weight_version: Name of the weights; needs vLLM >= 0.28.
+            weight_version: Name of the weights; needs vLLM >= 0.27.
 
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
         if weight_version is None or len(self.urls) > 1:
-            self._post("/finish_weight_update")
+            self.post("/finish_weight_update")
             if weight_version is not None:
-                self._post("/update_weight_version", {"new_version": weight_version})
+                self.post("/update_weight_version", {"new_version": weight_version})
         else:
-            self._post("/finish_weight_update", {"weight_version": weight_version})
+            self.post("/finish_weight_update", {"weight_version": weight_version})
 
     # What else a training loop asks of a server.
 
@@ -142,7 +104,7 @@ class HTTPWeightSyncClient:
             ServerRequestError: A server did not answer as vLLM does.
             ValueError: The servers differ in release or backend.
         """
-        infos = self._fan_out(self._one_server_info)
+        infos = self.fan_out(self._one_server_info)
         first = infos[0]
         for url, info in zip(self.urls, infos, strict=True):
             theirs = (info.version, info.backend, info.dev_mode)
@@ -166,7 +128,7 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server is not reachable or its engine is dead.
         """
-        self._get("/health")
+        self.get("/health")
 
     def pause(self, mode: str = "abort") -> None:
         """Pause generation on every server.
@@ -178,7 +140,7 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        self._post("/pause", params={"mode": mode})
+        self.post("/pause", params={"mode": mode})
 
     def resume(self) -> None:
         """Resume generation on every server.
@@ -186,11 +148,11 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        self._post("/resume")
+        self.post("/resume")
 
     def is_paused(self) -> bool:
         """Whether generation is paused on at least one server."""
-        return any(self._field(answer, "is_paused") for answer in self._get("/is_paused"))
+        return any(self._field(answer, "is_paused") for answer in self.get("/is_paused"))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Put every server to sleep.
@@ -202,7 +164,7 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        self._post("/sleep", params={"level": str(level), "mode": mode})
+        self.post("/sleep", params={"level": str(level), "mode": mode})
 
     def wake_up(self, *tags: str) -> None:
         """Wake every server, or only what the tags name.
@@ -213,11 +175,11 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        self._post("/wake_up", params={"tags": list(tags)} if tags else None)
+        self.post("/wake_up", params={"tags": list(tags)} if tags else None)
 
     def is_sleeping(self) -> bool:
         """Whether at least one server sleeps; a server without sleep mode is awake."""
-        return any(self._field(answer, "is_sleeping") for answer in self._get("/is_sleeping"))
+        return any(self._field(answer, "is_sleeping") for answer in self.get("/is_sleeping"))
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool | None:
         """Drop the cached keys and values of old weights on every server; an update does not do it.
@@ -233,13 +195,13 @@ class HTTPWeightSyncClient:
             ServerRequestError: A server refused or did not answer.
         """
         params = {"reset_running_requests": "true"} if reset_running_requests else None
-        verdicts = [_verdict(answer) for answer in self._post("/reset_prefix_cache", params=params)]
+        verdicts = [_verdict(answer) for answer in self.post("/reset_prefix_cache", params=params)]
         if False in verdicts:
             return False
         return None if None in verdicts else True
 
     def weight_version(self) -> str:
-        """The version that every server publishes; needs vLLM >= 0.28.
+        """The version that every server publishes; needs vLLM >= 0.27.
 
         Returns:
             The version.
@@ -248,7 +210,7 @@ class HTTPWeightSyncClient:
             ServerRequestError: A server refused or did not answer.
             ValueError: The servers publish different versions.
         """
-        versions = [self._field(answer, "weight_version") for answer in self._get("/weight_info")]
+        versions = [self._field(answer, "weight_version") for answer in self.get("/weight_info")]
         if len(set(versions)) != 1:
             raise ValueError(
                 f"the servers hold different weights: {dict(zip(self.urls, versions, strict=True))}"
@@ -264,122 +226,11 @@ class HTTPWeightSyncClient:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        answers = self._post("/weight_checker", {"action": "checksum"})
+        answers = self.post("/weight_checker", {"action": "checksum"})
         return [dict(self._field(answer, "checksums")) for answer in answers]
 
-    # Transport.
-
-    def _post(
-        self, route: str, body: dict[str, Any] | None = None, params: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        data = None if body is None else json.dumps(body).encode()
-        return self._fan_out(lambda url: self._request(url, "POST", route, data=data, params=params))
-
-    def _get(self, route: str) -> list[Any]:
-        return self._fan_out(lambda url: self._request(url, "GET", route))
-
-    def _fan_out(self, call: Callable[[str], _T]) -> list[_T]:
-        """Run `call` for every URL at the same time and wait for all; raise the failures of all as one."""
-        results: dict[str, _T] = {}
-        errors: dict[str, Exception] = {}
-
-        def run(url: str) -> None:
-            try:
-                results[url] = call(url)
-            except Exception as error:  # noqa: BLE001 - raised again below, in the thread of the caller
-                errors[url] = error
-
-        threads = [threading.Thread(target=run, args=(url,), daemon=True) for url in self.urls[1:]]
-        for thread in threads:
-            thread.start()
-        run(self.urls[0])
-        for thread in threads:
-            thread.join()
-        failed = [errors[url] for url in self.urls if url in errors]
-        for error in failed:
-            if not isinstance(error, ServerRequestError):
-                raise error
-        refused = [error for error in failed if isinstance(error, ServerRequestError)]
-        if len(refused) == 1:
-            raise refused[0]
-        if refused:
-            first, *others = refused
-            raise ServerRequestError(
-                first.url, first.route, status=first.status, body=first.body, hint=first.hint, others=others
-            ) from first
-        return [results[url] for url in self.urls]
-
-    def _request(
-        self,
-        url: str,
-        method: str,
-        route: str,
-        *,
-        data: bytes | None = None,
-        params: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Send one request to one server.
-
-        Returns:
-            The parsed JSON of the answer, or None if its body is empty.
-        """
-        label = f"{method} {route}"
-        deadline = time.monotonic() + self.request_timeout_s
-        try:
-            with requests.Session() as session:
-                # A proxy from the environment cannot reach this host's own loopback.
-                session.trust_env = not _is_loopback(url)
-                # A connection kept alive may be closed by the server just as the next request goes out, and a
-                # request that was lost in this way must not be sent again.
-                headers = {**self._headers, "Connection": "close"}
-                if data is not None:
-                    headers["Content-Type"] = "application/json"
-                with session.request(
-                    method,
-                    url + route,
-                    data=data,
-                    params=params,
-                    headers=headers,
-                    timeout=(min(self.connect_timeout_s, self.request_timeout_s), self.request_timeout_s),
-                    allow_redirects=False,
-                    stream=True,
-                ) as response:
-                    status, text = response.status_code, _read(response, deadline)
-        except (requests.Timeout, TimeoutError) as error:
-            raise ServerRequestError(
-                url,
-                label,
-                status=None,
-                body=f"timed out after {self.request_timeout_s:g} s ({type(error).__name__})",
-                hint="raise request_timeout_s if the server is only slow; see the server's log otherwise",
-            ) from error
-        except requests.RequestException as error:
-            raise ServerRequestError(
-                url,
-                label,
-                status=None,
-                body=f"{type(error).__name__}: {error}",
-                hint="is the server up, and is this its address?",
-            ) from error
-        if not 200 <= status < 300:
-            raise ServerRequestError(
-                url, label, status=status, body=error_text(text), hint=hint_for(status, text)
-            )
-        if not text.strip():
-            return None
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ServerRequestError(
-                url,
-                label,
-                status=status,
-                body=error_text(text, limit=400),
-                hint="expected JSON or an empty body: this address is not a vLLM server's, or a proxy answered for it",
-            ) from error
-
     def _one_server_info(self, url: str) -> ServerInfo:
-        answer = self._request(url, "GET", "/version")
+        answer = self.request(url, "GET", "/version")
         version = answer.get("version") if isinstance(answer, dict) else None
         if not isinstance(version, str):
             raise ServerRequestError(
@@ -390,7 +241,7 @@ class HTTPWeightSyncClient:
                 hint="expected {'version': ...}: not a vLLM server",
             )
         try:
-            answer = self._request(url, "GET", "/server_info", params={"config_format": "json"})
+            answer = self.request(url, "GET", "/server_info", params={"config_format": "json"})
         except ServerRequestError as error:
             if error.status == 404:
                 return ServerInfo(version=version, dev_mode=False)
@@ -411,7 +262,7 @@ class HTTPWeightSyncClient:
 
     def _world_size(self, url: str) -> int | None:
         with contextlib.suppress(ServerRequestError):
-            answer = self._request(url, "GET", "/get_world_size")
+            answer = self.request(url, "GET", "/get_world_size")
             size = answer.get("world_size") if isinstance(answer, dict) else None
             return size if isinstance(size, int) else None
         return None
@@ -420,26 +271,6 @@ class HTTPWeightSyncClient:
         if not isinstance(answer, dict) or name not in answer:
             raise ValueError(f"expected a server's answer with {name!r}, got {answer!r}")
         return answer[name]
-
-
-def _read(response: requests.Response, deadline: float) -> str:
-    """Read the body, giving up at the deadline even if the server keeps sending drop by drop."""
-    pieces: list[bytes] = []
-    for piece in response.iter_content(chunk_size=1 << 16):
-        pieces.append(piece)
-        if time.monotonic() > deadline:
-            raise TimeoutError("the answer did not end in time")
-    return b"".join(pieces).decode(response.encoding or "utf-8", errors="replace")
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _verdict(answer: Any) -> bool | None:

@@ -1,0 +1,208 @@
+"""Requests to one or several servers: one at a time for each server, all servers at once, all or none."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import requests
+
+from fsdp_ipc.clients.base import ServerRequestError, error_text, hint_for
+
+_T = TypeVar("_T")
+
+_GRACE_S = 0.2
+"""Left to requests' own time-outs, whose errors say more."""
+
+
+class HTTPTransport:
+    """JSON over HTTP to a fixed set of servers; see `HTTPWeightSyncClient` for the arguments.
+
+    Raises:
+        ValueError: No URL, a URL twice, a URL that is not http(s), or a time-out that is not positive.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        request_timeout_s: float = 300.0,
+        connect_timeout_s: float = 10.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        given = [urls] if isinstance(urls, str) else list(urls)
+        self.urls: tuple[str, ...] = tuple(url.rstrip("/") for url in given)
+        if not self.urls:
+            raise ValueError(
+                "urls is empty: give the base URL of at least one server, e.g. http://127.0.0.1:8000"
+            )
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{url!r} is not the base URL of a server: expected http://host:port")
+        if len(set(self.urls)) != len(self.urls):
+            raise ValueError(f"a server is named twice in {list(self.urls)}: it would get every update twice")
+        if request_timeout_s <= 0 or connect_timeout_s <= 0:
+            raise ValueError(
+                f"time-outs must be positive, got request_timeout_s={request_timeout_s}, "
+                f"connect_timeout_s={connect_timeout_s}"
+            )
+        self.request_timeout_s = request_timeout_s
+        self.connect_timeout_s = connect_timeout_s
+        self._headers = dict(headers or {})
+
+    def post(
+        self, route: str, body: dict[str, Any] | None = None, params: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """POST to every server.
+
+        Args:
+            route: Path, with its slash.
+            body: Sent as JSON; None sends no body.
+            params: Query.
+
+        Returns:
+            The parsed answers, in the order of the URLs.
+
+        Raises:
+            ServerRequestError: A server refused or did not answer.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        return self.fan_out(lambda url: self.request(url, "POST", route, data=data, params=params))
+
+    def get(self, route: str) -> list[Any]:
+        """GET from every server; otherwise as `post`."""
+        return self.fan_out(lambda url: self.request(url, "GET", route))
+
+    def fan_out(self, call: Callable[[str], _T]) -> list[_T]:
+        """Run `call` for every URL at the same time and wait for all; raise the failures of all as one."""
+        results: dict[str, _T] = {}
+        errors: dict[str, Exception] = {}
+
+        def run(url: str) -> None:
+            try:
+                results[url] = call(url)
+            except Exception as error:  # noqa: BLE001 - raised again below, in the thread of the caller
+                errors[url] = error
+
+        threads = [threading.Thread(target=run, args=(url,), daemon=True) for url in self.urls[1:]]
+        for thread in threads:
+            thread.start()
+        run(self.urls[0])
+        for thread in threads:
+            thread.join()
+        failed = [errors[url] for url in self.urls if url in errors]
+        for error in failed:
+            if not isinstance(error, ServerRequestError):
+                raise error
+        refused = [error for error in failed if isinstance(error, ServerRequestError)]
+        if len(refused) == 1:
+            raise refused[0]
+        if refused:
+            first, *others = refused
+            raise ServerRequestError(
+                first.url, first.route, status=first.status, body=first.body, hint=first.hint, others=others
+            ) from first
+        return [results[url] for url in self.urls]
+
+    def request(
+        self,
+        url: str,
+        method: str,
+        route: str,
+        *,
+        data: bytes | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Send one request to one server.
+
+        Returns:
+            The parsed JSON of the answer, or None if its body is empty.
+        """
+        label = f"{method} {route}"
+        try:
+            status, text = self._exchange(url, method, route, data, params)
+        except (requests.Timeout, TimeoutError) as error:
+            raise ServerRequestError(
+                url,
+                label,
+                status=None,
+                body=f"timed out after {self.request_timeout_s:g} s ({type(error).__name__})",
+                hint="raise request_timeout_s if the server is only slow; see the server's log otherwise",
+            ) from error
+        except requests.RequestException as error:
+            raise ServerRequestError(
+                url,
+                label,
+                status=None,
+                body=f"{type(error).__name__}: {error}",
+                hint="is the server up, and is this its address?",
+            ) from error
+        if not 200 <= status < 300:
+            raise ServerRequestError(
+                url, label, status=status, body=error_text(text), hint=hint_for(status, text)
+            )
+        if not text.strip():
+            return None
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ServerRequestError(
+                url,
+                label,
+                status=status,
+                body=error_text(text, limit=400),
+                hint="expected JSON or an empty body: this address is not a vLLM server's, or a proxy answered for it",
+            ) from error
+
+    def _exchange(
+        self, url: str, method: str, route: str, data: bytes | None, params: Mapping[str, Any] | None
+    ) -> tuple[int, str]:
+        """Status and body of one request, in a thread: a time-out of requests starts anew with every byte."""
+        outcome: list[tuple[int, str] | Exception] = []
+
+        def run() -> None:
+            try:
+                with requests.Session() as session:
+                    # A proxy from the environment cannot reach this host's own loopback.
+                    session.trust_env = not _is_loopback(url)
+                    response = session.request(
+                        method,
+                        url + route,
+                        data=data,
+                        params=params,
+                        headers=headers,
+                        timeout=(min(self.connect_timeout_s, self.request_timeout_s), self.request_timeout_s),
+                        allow_redirects=False,
+                    )
+                    outcome.append((response.status_code, response.content.decode("utf-8", errors="replace")))
+            except Exception as error:  # noqa: BLE001 - raised again below, in the thread of the caller
+                outcome.append(error)
+
+        # A connection kept alive may be closed by the server just as the next request goes out, and a request that
+        # was lost in this way must not be sent again.
+        headers = {**self._headers, "Connection": "close"}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(self.request_timeout_s + _GRACE_S)
+        if not outcome:
+            raise TimeoutError("the answer did not end in time")
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
