@@ -1,0 +1,224 @@
+"""A real vLLM server with two data-parallel replicas on CPU, updated over HTTP by a trainer written by hand.
+
+What counts is what a server serves that loaded the same weights from a checkpoint: every parameter's checksum, and
+the log-probabilities of a prompt to the last bit. The checksums alone would prove little here: on CPU vLLM packs linear
+weights away and checksums empty parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from tests.hand_trainer import HandTrainer, packed_layout, unpacked_layout
+from tests.tiny_models import VOCAB, qwen3_config, qwen3_weights, write_checkpoint
+from tests.vllm_server import Server, vllm_server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(900)]
+
+TOKEN = "a token that both sides know"
+CONFIG = qwen3_config(tied=True)
+PROMPT = [2 + (37 * index) % (VOCAB - 2) for index in range(40)]
+
+
+class HTTPRoutes:
+    """The four routes; an answer other than 200 becomes an error with the server's text."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start(self) -> None:
+        self._post("/start_weight_update")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish(self, version: str | None) -> None:
+        self._post("/finish_weight_update", {"weight_version": version})
+
+    def _post(self, route: str, body: object | None = None) -> None:
+        answer = self.server.post(route, body)
+        if answer.status_code != requests.codes.ok:
+            raise RuntimeError(f"{route} answered {answer.status_code}: {answer.text}")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one replica serves."""
+
+    checksums: dict[str, str]
+    logprobs: list[float]
+
+
+def _served(server: Server, replica: int) -> Served:
+    answer = server.post("/weight_checker", {"action": "checksum"})
+    assert answer.status_code == requests.codes.ok, answer.text
+    prefix = f"dp{replica}:"
+    checksums = {
+        key.rpartition(":")[2]: value for key, value in answer.json()["checksums"].items() if key.startswith(prefix)
+    }
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    answer = requests.post(
+        f"{server.url}/v1/completions", json=body, headers={"X-data-parallel-rank": str(replica)}, timeout=60
+    )
+    assert answer.status_code == requests.codes.ok, answer.text
+    found = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    return Served(
+        checksums, [entry[str(token)]["logprob"] for entry, token in zip(found, PROMPT[1:], strict=True)]
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Served]:
+    """What a server serves that loaded the weights of a seed from a checkpoint."""
+    folder = tmp_path_factory.mktemp("reference")
+    checkpoint = write_checkpoint(folder / "model", CONFIG, qwen3_weights(CONFIG, seed=2))
+    with vllm_server(checkpoint, log=folder / "server.log", load_format="auto") as server:
+        return {2: _served(server, 0)}
+
+
+@pytest.fixture(scope="module")
+def server(loaded: dict[int, Served], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server under test, started with random weights. Waits for the other one to be gone: cores are few."""
+    folder = tmp_path_factory.mktemp("server")
+    with vllm_server(
+        write_checkpoint(folder / "model", CONFIG),
+        log=folder / "server.log",
+        weight_transfer_config={"backend": "fsdp_ipc"},
+        data_parallel_size=2,
+        env={"FSDP_IPC_TOKEN": TOKEN},
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def trainer(server: Server) -> Iterator[HandTrainer]:
+    with HandTrainer(HTTPRoutes(server), num_ranks=2, init_overrides={"token": TOKEN}) as trainer:
+        yield trainer
+
+
+def _named(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return list(qwen3_weights(CONFIG, seed=seed).items())
+
+
+def _assert_serves(server: Server, expected: Served) -> None:
+    for replica in range(2):
+        found = _served(server, replica)
+        assert found.checksums == expected.checksums
+        assert found.logprobs == expected.logprobs
+
+
+def _version(server: Server) -> str:
+    return str(server.get("/weight_info").json()["weight_version"])
+
+
+def test_both_replicas_serve_what_a_checkpoint_load_serves(
+    server: Server, trainer: HandTrainer, loaded: dict[int, Served]
+) -> None:
+    assert _served(server, 0).logprobs != loaded[2].logprobs
+    hellos = trainer.connect()
+    assert [hello and hello["worker_index"] for hello in hellos] == [0, 1]
+    assert all(hello is not None and hello["kind"] == "hello" and hello["experts"] is None for hello in hellos)
+    reports = trainer.send(packed_layout(_named(2), num_buckets=5), version="packed")
+    assert [report and (report["kind"], report["sync"], report["num_tensors"]) for report in reports] == [
+        ("sync", 1, len(_named(2)))
+    ] * 2
+    _assert_serves(server, loaded[2])
+    assert _version(server) == "packed"
+    # Other weights and back, so that the first result cannot stand in for the third.
+    trainer.send(packed_layout(_named(3), num_buckets=5), version="other")
+    assert _served(server, 1).logprobs != loaded[2].logprobs
+    trainer.send(packed_layout(_named(2), num_buckets=5), version="again")
+    _assert_serves(server, loaded[2])
+    trainer.send(unpacked_layout(_named(3)), version="unpacked 3")
+    trainer.send(unpacked_layout(_named(2)), version="unpacked 2")
+    _assert_serves(server, loaded[2])
+    assert _version(server) == "unpacked 2"
+
+
+NORM = "model.norm.weight"
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "unknown": (lambda n: [*n, ("model.nonsense", torch.zeros(3))], ["does not know", "does not know", "nonsense"]),
+    "missing": (lambda n: [(k, t) for k, t in n if k != K_PROJ], ["not get all", "layers.1.self_attn.qkv_proj"]),
+    "duplicate": (lambda n: [*n, n[4]], ["more than once", "layers.0.self_attn.v_proj"]),
+    "shape": (lambda n: [(k, t[:-1] if k == NORM else t) for k, t in n], ["wrong shapes", NORM]),
+    "dtype": (lambda n: [(k, t.float() if k == NORM else t) for k, t in n], ["round", NORM]),
+}
+
+
+def test_refusals_name_the_tensor_publish_nothing_and_leave_the_server_working(
+    server: Server, trainer: HandTrainer, loaded: dict[int, Served]
+) -> None:
+    trainer.connect()
+    trainer.send(packed_layout(_named(2), num_buckets=4), version="before")
+    for bend, words in REFUSED.values():
+        with pytest.raises(RuntimeError, match=r"/update_weights answered 500") as caught:
+            trainer.send(packed_layout(bend(_named(3)), num_buckets=6), version="never")
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert _version(server) == "before"
+        trainer.connect()
+    _assert_serves(server, loaded[2])
+    trainer.send(packed_layout(_named(2), num_buckets=4), version="after")
+    _assert_serves(server, loaded[2])
+
+
+def test_tokens_and_sessions_are_checked(server: Server, trainer: HandTrainer, loaded: dict[int, Served]) -> None:
+    trainer.connect()
+    trainer.send(packed_layout(_named(2), num_buckets=4), version="token")
+    with (
+        HandTrainer(trainer.routes, num_ranks=2, init_overrides={"token": "guess"}) as stranger,
+        pytest.raises(RuntimeError, match="FSDP_IPC_TOKEN"),
+    ):
+        stranger.connect()
+    trainer.update_overrides = {"session": "f" * 32}
+    with pytest.raises(RuntimeError, match="unknown session"):
+        trainer.send(packed_layout(_named(3), num_buckets=4), version="never")
+    assert _version(server) == "token"
+    trainer.update_overrides = {}
+    # A refused stranger did not cost the session.
+    trainer.send(packed_layout(_named(2), num_buckets=4), version="mine")
+    _assert_serves(server, loaded[2])
+
+
+def test_a_trainer_that_fails_half_way_can_start_anew(
+    server: Server, trainer: HandTrainer, loaded: dict[int, Served]
+) -> None:
+    def fail_at_three(bucket: int) -> None:
+        if bucket == 3:
+            raise OSError("lost a rank")
+
+    trainer.connect()
+    trainer.send(packed_layout(_named(3), num_buckets=6), version="whole")
+    with pytest.raises(RuntimeError, match="lost a rank"):
+        trainer.send(packed_layout(_named(2), num_buckets=6), version="never", before_bucket=fail_at_three)
+    assert _version(server) == "whole"
+    # The model is a mixture now, but whole: it answers, and the next full sync is exact.
+    assert len(_served(server, 0).logprobs) == len(PROMPT) - 1
+    trainer.connect()
+    trainer.send(packed_layout(_named(2), num_buckets=6), version="recovered")
+    _assert_serves(server, loaded[2])
+    assert _version(server) == "recovered"
+
+
+def test_an_update_left_open_is_closed_by_an_abort(
+    server: Server, trainer: HandTrainer, loaded: dict[int, Served]
+) -> None:
+    trainer.connect()
+    trainer.send(packed_layout(_named(3), num_buckets=4), finish=False)
+    with HandTrainer(trainer.routes, num_ranks=2, init_overrides={"token": TOKEN}) as successor:
+        successor.connect()
+        with pytest.raises(RuntimeError, match="already"):
+            successor.send(packed_layout(_named(2), num_buckets=4))
+        with pytest.raises(RuntimeError, match="aborted: the trainer before"):
+            successor.routes.update({"session": successor.session, "abort": "the trainer before left it open"})
+        successor.send(packed_layout(_named(2), num_buckets=4), version="successor")
+        _assert_serves(server, loaded[2])
