@@ -2,10 +2,11 @@
 
 What is cheapest for each tensor is decided once, when a plan is bound to its memory:
 
-- whole on this rank: one cast-and-copy, all of a bucket in one `_foreach_copy_`, no collective;
+- whole on this rank, or delivered rank-locally: one cast-and-copy, all of a bucket in one `_foreach_copy_`;
 - large, dim 0 in chunks: this rank's chunk is cast into its place and the all-gather's output *is* the tensor;
 - small, dim 0 in chunks: all of a bucket in one all-gather through a small scratch;
-- any other layout: DTensor's own `redistribute`, which knows strided and uneven shards.
+- owned by some ranks: the first owner copies it into its place and broadcasts it, neighbours in one go;
+- any other layout: DTensor's own `redistribute`, which knows strided and uneven shards (`full`).
 
 Shards are cast before they travel: half the bytes for fp32 masters. All ranks call these functions in the same
 order; each says how many collectives it does.
@@ -13,69 +14,149 @@ order; each says how many collectives it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from fsdp_ipc.full import Held, Part, as_bytes, assemble, now, part_of
 from fsdp_ipc.group import all_gather
 from fsdp_ipc.layout import local_of
 from fsdp_ipc.metadata import StreamItem, TensorSpec, chunk_rows
+from fsdp_ipc.pieces import SMALL_BYTES
 from fsdp_ipc.plan import Segment, TransferPlan
 
-SMALL_BYTES = 1 << 20
-"""A full tensor up to this size shares one all-gather with the other small ones of its bucket."""
-
-Held = torch.Tensor | Callable[[], torch.Tensor]
+_GAP_BYTES = 512
+"""Neighbours with less padding than this between them are broadcast together, padding included."""
 
 
 @dataclass
-class _Chunked:
-    """One in-place gather: `out` is the reserved memory in wire dtype, `own` this rank's chunk of it."""
+class _Copy:
+    """One of this rank's own tensors, or some rows of it, that goes to its place without a collective."""
+
+    tensor: int
+    target: torch.Tensor
+    rows: tuple[int, int] | None = None
+
+
+@dataclass
+class _Large:
+    """One in-place gather: `out` is the reserved memory in wire dtype, `own` this rank's part of it."""
 
     tensor: int
     out: torch.Tensor
     own: torch.Tensor
     group: dist.ProcessGroup
+    rows: tuple[int, int] | None
+
+
+@dataclass
+class _Small:
+    """A tensor that travels in a scratch: `target` is its place, as bytes, `chunk_bytes` what each rank sends at most."""
+
+    tensor: int
+    target: torch.Tensor
+    dtype: torch.dtype
+    chunk_bytes: int
 
 
 @dataclass
 class _Together:
-    """Small tensors over one group, which share one all-gather through a scratch."""
+    """Small tensors over one group, which share one all-gather."""
 
-    members: list[_Chunked] = field(default_factory=list)
+    group: dist.ProcessGroup
+    members: list[_Small] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, chunked: _Chunked) -> None:
-        self.members.append(chunked)
+    def add(self, small: _Small) -> None:
+        self.members.append(small)
         self.offsets.append(self.nbytes)
-        self.nbytes += -(-chunked.own.nbytes // 16) * 16
+        self.nbytes += -(-small.chunk_bytes // 16) * 16
+
+    def unpack(self, receive: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Targets and sources that bring every rank's pieces, uint8 `[ranks, nbytes]`, to their places."""
+        targets, sources = [], []
+        for small, at in zip(self.members, self.offsets, strict=True):
+            full, rest = divmod(small.target.numel(), small.chunk_bytes)
+            end = full * small.chunk_bytes
+            targets.append(small.target[:end].view(full, small.chunk_bytes))
+            sources.append(receive[:full, at : at + small.chunk_bytes])
+            if rest:
+                targets.append(small.target[end:])
+                sources.append(receive[full, at : at + rest])
+        return targets, sources
+
+
+@dataclass
+class _Broadcast:
+    """A stretch of an allocation that one rank has and all others receive."""
+
+    src: int
+    memory: torch.Tensor
+    first: int
+    end: int
+
+
+@dataclass
+class _Made:
+    """Checkpoint tensors that are made of full training tensors in scratch."""
+
+    item: StreamItem
+    targets: list[torch.Tensor]
+
+    @property
+    def is_local(self) -> bool:
+        return all(spec.layout.kind == "whole" for spec in self.item.inputs)
+
+    def put(self, full: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(self.targets, self.item.recipe.apply(full), strict=True):
+            target.copy_(source)
 
 
 @dataclass
 class _BucketGather:
     """The work of one bucket; the last four fields live from `load` to `gather`."""
 
-    whole: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    large: list[_Chunked] = field(default_factory=list)
+    copies: list[_Copy] = field(default_factory=list)
+    large: list[_Large] = field(default_factory=list)
     small: list[_Together] = field(default_factory=list)
+    broadcasts: list[_Broadcast] = field(default_factory=list)
     general: list[tuple[int, TensorSpec, torch.Tensor]] = field(default_factory=list)
-    made: list[tuple[StreamItem, list[torch.Tensor]]] = field(default_factory=list)
+    made: list[_Made] = field(default_factory=list)
     sends: list[torch.Tensor] = field(default_factory=list)
     packed: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    held: list[torch.Tensor] = field(default_factory=list)
-    made_held: list[list[torch.Tensor]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    made_parts: list[list[Part]] = field(default_factory=list)
 
-    def add_small(self, chunked: _Chunked) -> None:
+    def add_small(self, small: _Small, group: dist.ProcessGroup) -> None:
         for together in self.small:
-            if together.members[0].group is chunked.group:
-                together.add(chunked)
+            if together.group is group:
+                together.add(small)
                 return
-        self.small.append(_Together())
-        self.small[-1].add(chunked)
+        self.small.append(_Together(group))
+        self.small[-1].add(small)
+
+
+class _Puts:
+    """Copies of one `load`: done together, but at once for what a function makes, whose memory it may use again."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor, held: Held) -> None:
+        if not isinstance(held, torch.Tensor):
+            target.copy_(source)
+        elif source.numel():
+            self._targets.append(target)
+            self._sources.append(source)
+
+    def run(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
 
 
 class Gatherer:
@@ -102,8 +183,25 @@ class Gatherer:
         self._buckets = []
         for bucket in plan.buckets:
             work = _BucketGather()
+            last: Segment | None = None
             for segment in bucket.segments:
-                self._bind(work, segment, items[segment.item], tensors, allocations[segment.allocation])
+                item, memory = items[segment.item], allocations[segment.allocation]
+                kind = item.inputs[0].layout.kind
+                if not segment.in_place:
+                    if item.recipe.emits:
+                        work.made.append(_made(item, segment, memory))
+                elif item.inputs[0].nbytes == 0:
+                    pass
+                elif kind == "owned":
+                    _bind_owned(work, segment, item, memory, last)
+                elif kind == "general":
+                    target = _typed(memory, segment.offset, item.inputs[0].shape, item.wire_dtype)
+                    work.general.append((item.index, item.inputs[0], target))
+                elif kind == "whole":
+                    _bind_whole(work, segment, item, memory)
+                else:
+                    _bind_sharded(work, segment, item, now(tensors[item.index]), memory)
+                last = segment
             self._buckets.append(work)
 
     @torch.no_grad()
@@ -117,114 +215,74 @@ class Gatherer:
             bucket: Index of the bucket.
             tensors: This rank's tensors now, in the order of the inputs of the items.
         """
-        work = self._buckets[bucket]
-        targets, sources = [], []
-        for index, target in work.whole:
-            targets.append(target)
-            sources.append(local_of(_now(tensors[index])))
+        work, puts = self._buckets[bucket], _Puts()
+        for copy in work.copies:
+            held = tensors[copy.tensor]
+            puts.add(copy.target, _rows_of(held, copy.rows), held)
         work.sends = []
-        for chunked in work.large:
-            local = local_of(_now(tensors[chunked.tensor]))
-            fits = _fits(local, chunked.own)
-            work.sends.append(local if fits else chunked.own)
-            if not fits and local.numel():
+        for large in work.large:
+            held = tensors[large.tensor]
+            local = _rows_of(held, large.rows)
+            if isinstance(held, torch.Tensor) and _fits(local, large.own):
+                work.sends.append(local)
+            else:
                 # Cast into its own place: the gather is then in place and needs no scratch.
-                targets.append(chunked.own[: local.shape[0]])
-                sources.append(local)
+                work.sends.append(large.own)
+                puts.add(large.own[: local.shape[0]], local, held)
         work.packed = []
         for index, together in enumerate(work.small):
             send, receive = self._small_scratch(index, together)
             work.packed.append((send, receive))
-            for chunked, offset in zip(together.members, together.offsets, strict=True):
-                local = local_of(_now(tensors[chunked.tensor]))
-                if local.numel():
-                    targets.append(_typed(send, offset, tuple(local.shape), chunked.out.dtype))
-                    sources.append(local)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        work.held = [_now(tensors[index]) for index, _, _ in work.general]
-        work.made_held = [
-            [_now(tensors[item.index + n]) for n in range(len(item.inputs))] for item, _ in work.made
-        ]
+            for small, offset in zip(together.members, together.offsets, strict=True):
+                held = tensors[small.tensor]
+                local = _rows_of(held, None)
+                puts.add(_typed(send, offset, tuple(local.shape), small.dtype), local, held)
+        puts.run()
+        work.parts = [part_of(spec, tensors[index], target.device) for index, spec, target in work.general]
+        work.made_parts = []
+        for made in work.made:
+            device = made.targets[0].device
+            parts = [
+                part_of(spec, tensors[made.item.index + n], device) for n, spec in enumerate(made.item.inputs)
+            ]
+            if made.is_local:
+                made.put([part.local for part in parts])
+                parts = []
+            work.made_parts.append(parts)
 
     @torch.no_grad()
     def gather(self, bucket: int) -> None:
         """All ranks, collective, after `load` of the same bucket: make its tensors whole on the current stream.
 
-        One all-gather for each group that small tensors are sharded over, one for each large tensor, none for what
-        is whole on this rank.
+        One all-gather for each group that small tensors are sharded over, one for each large tensor, one broadcast
+        for each stretch of tensors that one rank owns, none for what is whole on this rank.
         """
         work = self._buckets[bucket]
-        for chunked, send in zip(work.large, work.sends, strict=True):
-            all_gather(_bytes(chunked.out), _bytes(send), chunked.group)
+        for large, send in zip(work.large, work.sends, strict=True):
+            all_gather(as_bytes(large.out), as_bytes(send), large.group)
         for together, (send, receive) in zip(work.small, work.packed, strict=True):
-            all_gather(receive.view(-1), send, together.members[0].group)
-            ranks = receive.shape[0]
-            torch._foreach_copy_(
-                [_bytes(c.out).view(ranks, -1) for c in together.members],
-                [
-                    receive[:, at : at + c.own.nbytes]
-                    for c, at in zip(together.members, together.offsets, strict=True)
-                ],
-            )
-        for (_, spec, target), held in zip(work.general, work.held, strict=True):
-            target.copy_(full_tensor(spec, held, target.device, self._owner_group))
-        for (item, made), pieces in zip(work.made, work.made_held, strict=True):
-            full = [
-                full_tensor(spec, piece, made[0].device, self._owner_group)
-                for spec, piece in zip(item.inputs, pieces, strict=True)
-            ]
-            for target, source in zip(made, item.recipe.apply(full), strict=True):
-                target.copy_(source)
-            del full
-        work.sends, work.packed, work.held, work.made_held = [], [], [], []
-
-    def _bind(
-        self,
-        work: _BucketGather,
-        segment: Segment,
-        item: StreamItem,
-        tensors: Sequence[Held],
-        memory: torch.Tensor,
-    ) -> None:
-        if not segment.in_place:
-            if item.recipe.emits:
-                work.made.append(
-                    (
-                        item,
-                        [
-                            _typed(memory, offset, emit.shape, item.wire_dtype)
-                            for offset, emit in zip(segment.emit_offsets, item.recipe.emits, strict=True)
-                        ],
-                    )
+            all_gather(receive.view(-1), send, together.group)
+            torch._foreach_copy_(*together.unpack(receive))
+        for stretch in work.broadcasts:
+            memory = stretch.memory[stretch.first : stretch.end]
+            dist.broadcast(memory, src=stretch.src, group=self._owners(stretch.src))
+        for (_, spec, target), part in zip(work.general, work.parts, strict=True):
+            target.copy_(assemble(spec, part, self._owner_group))
+        for made, parts in zip(work.made, work.made_parts, strict=True):
+            if parts:
+                made.put(
+                    [assemble(s, p, self._owner_group) for s, p in zip(made.item.inputs, parts, strict=True)]
                 )
-            return
-        spec, index = item.inputs[0], item.index
-        kind = spec.layout.kind
-        if segment.local:
-            held = _now(tensors[index])
-            local = local_of(held)
-            work.whole.append((index, _typed(memory, segment.offset, tuple(local.shape), spec.wire_dtype)))
-        elif kind == "whole":
-            work.whole.append((index, _typed(memory, segment.offset, spec.shape, spec.wire_dtype)))
-        elif kind == "shard" and spec.nbytes > 0:
-            mesh = _mesh(_now(tensors[index]))
-            group = mesh.get_group(spec.layout.axis)
-            chunks = spec.layout.num_shards
-            rows = chunk_rows(spec.shape[0], chunks)
-            out = _typed(memory, segment.offset, (chunks, rows, *spec.shape[1:]), spec.wire_dtype)
-            rank = mesh.get_local_rank(spec.layout.axis)
-            chunked = _Chunked(index, out, out[rank], group)
-            if spec.nbytes > SMALL_BYTES:
-                work.large.append(chunked)
-            else:
-                work.add_small(chunked)
-        elif spec.nbytes > 0:
-            work.general.append((index, spec, _typed(memory, segment.offset, spec.shape, spec.wire_dtype)))
+        work.sends, work.packed, work.parts, work.made_parts = [], [], [], []
+
+    def _owners(self, src: int) -> dist.ProcessGroup:
+        if self._owner_group is None:
+            raise ValueError(f"tensors that only some ranks own (rank {src} sends) need the trainer group")
+        return self._owner_group()
 
     def _small_scratch(self, index: int, together: _Together) -> tuple[torch.Tensor, torch.Tensor]:
         """Send and receive memory, kept between buckets and syncs, one for each group of a bucket."""
-        ranks, device = together.members[0].out.shape[0], together.members[0].out.device
+        ranks, device = together.group.size(), together.members[0].target.device
         nbytes = together.nbytes
         need = nbytes * (ranks + 1)
         held = self._scratch.get(index)
@@ -233,81 +291,72 @@ class Gatherer:
         return held[:nbytes], held[nbytes:need].view(ranks, nbytes)
 
 
-@torch.no_grad()
-def full_tensor(
-    spec: TensorSpec,
-    held: torch.Tensor,
-    device: torch.device,
-    owner_group: Callable[[], dist.ProcessGroup] | None = None,
-) -> torch.Tensor:
-    """All ranks of the tensor's mesh, collective unless the tensor is whole: the full tensor in wire dtype.
+def _made(item: StreamItem, segment: Segment, memory: torch.Tensor) -> _Made:
+    places = zip(segment.emit_offsets, item.recipe.emits, strict=True)
+    return _Made(item, [_typed(memory, offset, emit.shape, item.wire_dtype) for offset, emit in places])
 
-    Args:
-        spec: What the tensor is.
-        held: This rank's DTensor or plain tensor.
-        device: Where the full tensor is wanted.
-        owner_group: Group for the broadcast of a tensor that only some ranks own.
 
-    Returns:
-        Contiguous tensor of `spec.shape`; new memory unless it is whole and fits as it is.
-    """
-    local = local_of(held).to(device=device, dtype=spec.wire_dtype)
-    kind = spec.layout.kind
-    if kind == "whole":
-        return local.contiguous()
-    if kind == "owned":
-        if owner_group is None:
-            raise ValueError(
-                f"{spec.fqn}: a tensor that only ranks {spec.layout.ranks} own needs the trainer group"
-            )
-        full = (
-            local.contiguous()
-            if local.numel()
-            else torch.empty(spec.shape, dtype=spec.wire_dtype, device=device)
+def _bind_whole(work: _BucketGather, segment: Segment, item: StreamItem, memory: torch.Tensor) -> None:
+    shape, rows = item.inputs[0].shape, segment.rows
+    if rows is not None:
+        shape = (rows[1] - rows[0], *shape[1:])
+    work.copies.append(_Copy(item.index, _typed(memory, segment.offset, shape, item.wire_dtype), rows))
+
+
+def _bind_owned(
+    work: _BucketGather, segment: Segment, item: StreamItem, memory: torch.Tensor, last: Segment | None
+) -> None:
+    spec = item.inputs[0]
+    owners, me = spec.layout.ranks, dist.get_rank()
+    if me in owners if segment.local else me == owners[0]:
+        work.copies.append(
+            _Copy(item.index, _typed(memory, segment.offset, spec.shape, spec.wire_dtype), segment.rows)
         )
-        dist.broadcast(_bytes(full), src=spec.layout.ranks[0], group=owner_group())
-        return full
-    mesh = _mesh(held)
-    if kind == "shard" and spec.nbytes > 0:
-        axis, chunks = spec.layout.axis, spec.layout.num_shards
-        rows = chunk_rows(spec.shape[0], chunks)
-        out = torch.empty((chunks, rows, *spec.shape[1:]), dtype=spec.wire_dtype, device=device)
-        own = out[mesh.get_local_rank(axis)]
-        if local.numel():
-            own[: local.shape[0]].copy_(local)
-        all_gather(_bytes(out), _bytes(own), mesh.get_group(axis))
-        return out.view(-1, *spec.shape[1:])[: spec.shape[0]]
-    assert isinstance(held, DTensor)
-    # One-byte floats travel as bytes: not every backend's collectives know them.
-    as_bytes = spec.wire_dtype.is_floating_point and spec.wire_dtype.itemsize == 1
-    piece = DTensor.from_local(
-        local.view(torch.uint8) if as_bytes else local,
-        mesh,
-        held.placements,
-        run_check=False,
-        shape=held.shape,
-        stride=held.stride(),
-    )
-    full = piece.redistribute(placements=[Replicate()] * mesh.ndim).to_local().contiguous()
-    return full.view(spec.wire_dtype) if as_bytes else full
+    if segment.local:
+        return
+    end = segment.offset + segment.nbytes
+    stretch = work.broadcasts[-1] if work.broadcasts else None
+    if (
+        stretch is not None
+        and last is not None
+        and last.allocation == segment.allocation
+        and last.offset + last.nbytes == stretch.end
+        and stretch.src == owners[0]
+        and 0 <= segment.offset - stretch.end < _GAP_BYTES
+        and stretch.memory is memory
+    ):
+        stretch.end = end
+    else:
+        work.broadcasts.append(_Broadcast(owners[0], memory, segment.offset, end))
 
 
-def full_tensors(item: StreamItem, held: Sequence[Held]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All ranks, collective: the checkpoint tensors of one item, each in memory of its own or a view of it."""
-    now = [_now(h) for h in held]
-    device = local_of(now[0]).device
-    full = [full_tensor(spec, tensor, device) for spec, tensor in zip(item.inputs, now, strict=True)]
-    for emit, tensor in zip(item.recipe.emits, item.recipe.apply(full), strict=True):
-        yield emit.name, tensor
+def _bind_sharded(
+    work: _BucketGather, segment: Segment, item: StreamItem, held: torch.Tensor, memory: torch.Tensor
+) -> None:
+    if not isinstance(held, DTensor):
+        raise TypeError(f"{item.recipe.fqn}: planned as a DTensor, is a {type(held).__name__} now")
+    spec, axis = item.inputs[0], item.inputs[0].layout.axis
+    chunks, rank = spec.layout.num_shards, held.device_mesh.get_local_rank(axis)
+    rows = chunk_rows(spec.shape[0], chunks)
+    first, end = segment.rows or (0, rows)
+    if segment.local:
+        own = min(end, spec.shape[0] - rank * rows) - first
+        if own > 0:
+            target = _typed(memory, segment.offset, (own, *spec.shape[1:]), spec.wire_dtype)
+            work.copies.append(_Copy(item.index, target, segment.rows))
+        return
+    group = held.device_mesh.get_group(axis)
+    if segment.rows is None and spec.nbytes <= SMALL_BYTES:
+        target = memory[segment.offset : segment.offset + spec.nbytes]
+        work.add_small(_Small(item.index, target, spec.wire_dtype, rows * spec.row_bytes), group)
+        return
+    out = _typed(memory, segment.offset, (chunks, end - first, *spec.shape[1:]), spec.wire_dtype)
+    work.large.append(_Large(item.index, out, out[rank], group, segment.rows))
 
 
-def _now(held: Held) -> torch.Tensor:
-    return held if isinstance(held, torch.Tensor) else held()
-
-
-def _mesh(held: torch.Tensor) -> torch.distributed.device_mesh.DeviceMesh:
-    assert isinstance(held, DTensor)
-    return held.device_mesh
+def _rows_of(held: Held, rows: tuple[int, int] | None) -> torch.Tensor:
+    local = local_of(now(held))
+    return local if rows is None else local[rows[0] : rows[1]]
 
 
 def _fits(local: torch.Tensor, own: torch.Tensor) -> bool:
@@ -324,8 +373,3 @@ def _typed(memory: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch
     for size in shape:
         numel *= size
     return memory[offset : offset + numel * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat bytes of a contiguous tensor: collectives then work alike for every dtype."""
-    return tensor.view(-1).view(torch.uint8)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_ipc.metadata import WHOLE, Layout
+from fsdp_ipc.metadata import WHOLE, Layout, LayoutKind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +25,8 @@ def layout_of(name: str, tensor: torch.Tensor) -> Layout:
         tensor: A `DTensor`, or a plain tensor, which counts as whole on every rank.
 
     Raises:
-        ValueError: A placement from which no full tensor can be made (`Partial`, or one that we don't know).
+        ValueError: A placement from which no full tensor can be made (`Partial`, or one that we don't know), or this
+            rank is outside the tensor's mesh.
     """
     if not isinstance(tensor, DTensor):
         return WHOLE
@@ -34,17 +37,35 @@ def layout_of(name: str, tensor: torch.Tensor) -> Layout:
                 f"{name}: placement {placement} of {placements} can't be sent: expected Shard, _StridedShard or "
                 "Replicate on every mesh axis (a Partial tensor has no value until it is reduced; redistribute it first)"
             )
-    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-    shape = tuple(int(n) for n in mesh.mesh.shape)
+    ranks, shape = _mesh_of(mesh)
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name}: this rank ({dist.get_rank()}) is outside the tensor's mesh of ranks {list(ranks)[:16]}: it holds "
+            "no piece of it and can't take part in gathering it. Leave such a module out on this rank"
+        )
     names = tuple(str(p) for p in placements)
     sharded = [i for i, p in enumerate(placements) if type(p) is not Replicate and shape[i] > 1]
     if not sharded:
-        return Layout("whole", ranks, shape, names)
+        return _layout("whole", ranks, shape, names, -1)
     # isinstance(p, Shard) would not do: _StridedShard orders the rows differently.
     only = placements[sharded[0]]
     if len(sharded) == 1 and type(only) is Shard and only.dim == 0 and tensor.ndim > 0:
-        return Layout("shard", ranks, shape, names, axis=sharded[0])
-    return Layout("general", ranks, shape, names)
+        return _layout("shard", ranks, shape, names, sharded[0])
+    return _layout("general", ranks, shape, names, -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks, row-major, and shape: one tuple for all tensors of a mesh, which may have thousands of ranks."""
+    return tuple(int(r) for r in mesh.mesh.flatten().tolist()), tuple(int(n) for n in mesh.mesh.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    kind: LayoutKind, ranks: tuple[int, ...], shape: tuple[int, ...], placements: tuple[str, ...], axis: int
+) -> Layout:
+    """The one object for all tensors with this layout, so that what is done once a layout can go by identity."""
+    return Layout(kind, ranks, shape, placements, axis)
 
 
 def _is_known(placement: Placement) -> bool:

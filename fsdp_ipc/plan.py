@@ -8,11 +8,13 @@ in different orders.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fsdp_ipc.delivery import LocalDelivery, Readers, local_deliveries
 from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
+from fsdp_ipc.pieces import Piece, align, cut, cut_local, local_piece, units_of, whole_piece
 from fsdp_ipc.recipe import Emit
 
 DEFAULT_BUCKET_BYTES = 1 << 30
@@ -38,8 +40,10 @@ class PlanLimits:
         bucket_bytes: Size of a staging slot; None sizes it to the largest tensor, at least 1 GiB unless all fits in less.
         num_slots: Staging slots that the buckets take in turn.
         packed: Buckets in slots; False gives every item an allocation of its own and one bucket.
-        alignment: Every tensor starts at a multiple of it, in bytes.
-        back_to_back: Tensors lie without gaps, widest dtype first, as the stock wire needs, which has no offsets.
+        alignment: Every training tensor starts at a multiple of it, in bytes; checkpoint tensors that are slices of
+            one lie where they lie in it, at a multiple of their item size.
+        back_to_back: Tensors lie without gaps, widest dtype first, as the stock wire needs, which has no offsets;
+            `alignment` does not count then.
     """
 
     bucket_bytes: int | None = None
@@ -51,15 +55,17 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one item of the stream is put together.
+    """Where an item of the stream, or a piece of it, is put together.
 
     Attributes:
         item: Index of the stream item.
         allocation: Index of the allocation: a slot, or one of the single allocations after the slots.
         offset: First byte in the allocation.
         nbytes: Bytes reserved there, the tail of an in-place gather included.
-        in_place: The full training tensor is gathered right here; else it is made in scratch and copied.
-        emit_offsets: First byte of every emitted tensor in the allocation.
+        in_place: The training tensor is gathered right here; else it is made in scratch and copied.
+        emits: The checkpoint tensors that lie here; none where each rank puts its own (`local`).
+        emit_offsets: First byte of each in the allocation.
+        rows: Range of rows of every rank's chunk that is gathered here; None for all of the tensor.
         local: Only this rank's own piece is put here (rank-local delivery).
     """
 
@@ -68,7 +74,9 @@ class Segment:
     offset: int
     nbytes: int
     in_place: bool
+    emits: tuple[Emit, ...]
     emit_offsets: tuple[int, ...]
+    rows: tuple[int, int] | None = None
     local: bool = False
 
 
@@ -115,243 +123,288 @@ def build_plan(
     items: Sequence[StreamItem],
     limits: PlanLimits,
     *,
-    group_ranks: Sequence[int] = (0,),
+    group_ranks: Sequence[int] | None = None,
     resident: Collection[int] = (),
-    wanted: Sequence[Container[str] | None] = (),
+    wanted: Readers | None = None,
+    atomic: Sequence[Collection[str]] = (),
 ) -> TransferPlan:
     """Lay the stream out.
 
     Args:
         items: The stream, in layer order.
         limits: What the wire and the settings ask.
-        group_ranks: Global ranks of the trainer group, in group order.
+        group_ranks: Global ranks of the trainer group, in group order; None if the plan is for one rank or for a look.
         resident: Indices of the items whose own memory is exported, so that they need no slot; the same on every rank.
-        wanted: By group rank, the names of expert tensors that the worker on its GPU holds, or None for every name.
-            Sharded experts are delivered rank-locally where each worker wants only what its trainer rank owns.
+        wanted: Which workers hold which experts, None if every worker reads everything. Experts are delivered
+            rank-locally where every worker that holds one sits beside a trainer rank that owns it.
+        atomic: Sets of checkpoint names that must reach the server in one bucket (a weight and its scale).
 
     Returns:
         The plan, equal on every rank that was given equal arguments.
 
     Raises:
-        ValueError: A tensor is larger than the `bucket_bytes` that the caller named.
+        ValueError: A tensor or an atomic set is larger than the `bucket_bytes` that the caller named, or a tensor
+            is sharded over ranks outside the group.
     """
-    chunks = {i: _local_chunks(item, group_ranks, wanted) for i, item in enumerate(items)}
-    local = {i: c for i, c in chunks.items() if c is not None}
-    staged = [i for i in range(len(items)) if i not in resident]
-    slot_bytes = slot_bytes_for(items, limits, staged, local) if limits.packed else 0
-    parts = _split(items, staged, slot_bytes, local, limits) if limits.packed else []
-    num_slots = min(limits.num_slots, len(parts))
-    buckets = [
-        [_segment(items[i], i, k % num_slots, at, local.get(i), limits) for i, at in part]
-        for k, part in enumerate(parts)
-    ]
-    if not buckets:
-        buckets = [[]]
+    ranks = (0,) if group_ranks is None else tuple(group_ranks)
+    if group_ranks is not None:
+        _check_meshes(items, ranks)
+    local = local_deliveries(items, ranks, wanted, back_to_back=limits.back_to_back)
+    clusters = _clusters(items, atomic)
+    kept = [i for i in sorted(resident) if i not in clusters]
+    leave = set(kept)
+    staged = [i for i in range(len(items)) if i not in leave]
+
+    layout = _Layout(items, limits, local, clusters)
+    segments: list[list[Segment]]
+    slot_bytes = num_slots = 0
     allocation_bytes: list[int] = []
-    if not limits.packed:
+    if limits.packed:
+        slot_bytes, parts = layout.packed(staged)
+        num_slots = min(limits.num_slots, len(parts))
+        segments = [
+            [layout.segment(piece, k % num_slots, at) for piece, at in part] for k, part in enumerate(parts)
+        ] or [[]]
+    else:
+        segments = [[]]
         for i in staged:
-            segment = _segment(items[i], i, num_slots + len(allocation_bytes), 0, local.get(i), limits)
-            allocation_bytes.append(segment.nbytes)
-            buckets[0].append(segment)
-    kept = [i for i in range(len(items)) if i in resident]
+            segments[0].append(layout.segment(layout.piece(i), len(allocation_bytes), 0))
+            allocation_bytes.append(max(segments[0][-1].nbytes, limits.alignment))
     first = num_slots + len(allocation_bytes)
-    exported = [_segment(items[i], i, first + n, 0, local.get(i), limits) for n, i in enumerate(kept)]
+    exported = [layout.segment(layout.piece(i), first + n, 0) for n, i in enumerate(kept)]
 
     rows: list[TensorRow] = []
-    local_rows: list[list[TensorRow]] = [[] for _ in group_ranks]
-    for bucket, segments in enumerate([*buckets, exported]):
-        for segment in segments:
-            at = bucket if bucket < len(buckets) else 0
+    local_rows: list[list[TensorRow]] = [[] for _ in ranks]
+    for bucket, inside in enumerate([*segments, exported]):
+        at = bucket if bucket < len(segments) else 0
+        for segment in inside:
             item = items[segment.item]
-            owners = local.get(segment.item)
-            if owners is None:
-                rows.extend(_rows(item, item.recipe.emits, segment.emit_offsets, segment.allocation, at))
+            if segment.local:
+                _add_local_rows(local_rows, item, segment, local[segment.item], at)
             else:
-                _add_local_rows(local_rows, item, segment, owners, at)
-    frozen = tuple(Bucket(k, tuple(segments)) for k, segments in enumerate(buckets))
-    local_frozen = tuple(tuple(r) for r in local_rows)
-    described = [(item.inputs, item.recipe.inputs, item.recipe.emits) for item in items]
-    digest = hashlib.sha256()
-    for part in (limits, slot_bytes, kept, allocation_bytes, frozen, rows, local_frozen, described):
-        digest.update(repr(part).encode())
+                dtype = str(item.wire_dtype).removeprefix("torch.")
+                for emit, offset in zip(segment.emits, segment.emit_offsets, strict=True):
+                    rows.append(TensorRow(emit.name, dtype, emit.shape, at, segment.allocation, offset))
+    digest = _digest(items, limits, local, [*segments, exported], (slot_bytes, kept, allocation_bytes, ranks))
     return TransferPlan(
-        buckets=frozen,
+        buckets=tuple(Bucket(k, tuple(inside)) for k, inside in enumerate(segments)),
         rows=tuple(rows),
-        local_rows=local_frozen,
+        local_rows=tuple(tuple(r) for r in local_rows),
         resident=tuple(kept),
         slot_bytes=slot_bytes,
         num_slots=num_slots,
         allocation_bytes=tuple(allocation_bytes),
         packed=limits.packed,
-        digest=digest.hexdigest(),
+        digest=digest,
     )
 
 
-def slot_bytes_for(
-    items: Sequence[StreamItem],
-    limits: PlanLimits,
-    staged: Iterable[int],
-    local: dict[int, list[int]] | None = None,
-) -> int:
-    """Size of a slot: what the caller named, or what the largest tensor needs; decided before anything is gathered.
+class _Layout:
+    """Turns items into pieces and fills the slots with them."""
 
-    Raises:
-        ValueError: A tensor is larger than the `bucket_bytes` that the caller named, naming both.
-    """
-    sizes = {i: _size(items[i], (local or {}).get(i), limits) for i in staged}
-    if not sizes:
-        return 0
-    worst = max(sizes, key=lambda i: sizes[i])
-    if limits.bucket_bytes is None:
-        total = sum(_align(size, limits.alignment) for size in sizes.values())
-        return _align(max(sizes[worst], min(DEFAULT_BUCKET_BYTES, total)), limits.alignment)
-    if sizes[worst] > limits.bucket_bytes:
-        name = items[worst].recipe.emits[0].name if items[worst].recipe.emits else items[worst].recipe.fqn
-        raise ValueError(
-            f"tensor {name!r} needs {sizes[worst]} bytes, which exceeds bucket_bytes={limits.bucket_bytes}. "
-            f"Set bucket_bytes={sizes[worst]} or more, or leave it out: the slots are then sized to the largest tensor"
+    def __init__(
+        self,
+        items: Sequence[StreamItem],
+        limits: PlanLimits,
+        local: dict[int, LocalDelivery],
+        clusters: dict[int, tuple[int, ...]],
+    ) -> None:
+        self._items, self._limits, self._local, self._clusters = items, limits, local, clusters
+        self._alignment = 1 if limits.back_to_back else limits.alignment
+
+    def piece(self, index: int) -> Piece:
+        """The item in one piece."""
+        if index in self._local:
+            return local_piece(self._items[index], index)
+        back_to_back = self._limits.back_to_back
+        return whole_piece(self._items[index], index, self._alignment, back_to_back=back_to_back)
+
+    def segment(self, piece: Piece, allocation: int, offset: int) -> Segment:
+        """The piece at its place."""
+        offsets = tuple([offset + at for at in piece.offsets])
+        local = piece.item in self._local
+        return Segment(
+            piece.item,
+            allocation,
+            offset,
+            piece.nbytes,
+            piece.in_place,
+            piece.emits,
+            offsets,
+            piece.rows,
+            local,
         )
-    return limits.bucket_bytes
 
+    def packed(self, staged: Sequence[int]) -> tuple[int, list[list[tuple[Piece, int]]]]:
+        """Size of a slot, and by bucket its pieces and their offsets; all decided before anything is gathered."""
+        together: list[list[Piece]] = []
+        for i in staged:
+            members = self._clusters.get(i, (i,))
+            if members[0] == i:
+                together.append([self.piece(m) for m in members])
+        slot_bytes = self._slot_bytes(together)
+        buckets: list[list[Piece]] = []
+        used = 0
+        for pieces in together:
+            parts = [pieces]
+            if self._extent(pieces) > slot_bytes:  # never so for a cluster: the slot was sized for it
+                parts = [[piece] for piece in self._cut(pieces[0].item, slot_bytes)]
+            for part in parts:
+                if not buckets or align(used, self._alignment) + self._extent(part) > slot_bytes:
+                    buckets.append([])
+                    used = 0
+                buckets[-1].extend(part)
+                used = align(used, self._alignment) + self._extent(part)
+        return slot_bytes, [self._placed(pieces) for pieces in buckets]
 
-def _split(
-    items: Sequence[StreamItem],
-    staged: Sequence[int],
-    slot_bytes: int,
-    local: dict[int, list[int]],
-    limits: PlanLimits,
-) -> list[list[tuple[int, int]]]:
-    """Fill buckets in stream order; every entry is an item and its offset in the slot."""
-    parts: list[list[int]] = []
-    used = slot_bytes + 1
-    for i in staged:
-        size = _size(items[i], local.get(i), limits)
-        at = _align(used, limits.alignment)
-        if at + size > slot_bytes:
-            parts.append([])
-            at = 0
-        parts[-1].append(i)
-        used = at + size
-    placed = []
-    for part in parts:
-        if limits.back_to_back:
+    def _placed(self, pieces: list[Piece]) -> list[tuple[Piece, int]]:
+        if self._limits.back_to_back:
             # No offsets on that wire: widest first keeps every view aligned.
-            part = sorted(part, key=lambda i: -items[i].wire_dtype.itemsize)
-        at, row = 0, []
-        for i in part:
-            at = _align(at, limits.alignment)
-            row.append((i, at))
-            at += _size(items[i], local.get(i), limits)
-        placed.append(row)
-    return placed
+            pieces = sorted(pieces, key=lambda piece: -self._items[piece.item].wire_dtype.itemsize)
+        placed, end = [], 0
+        for piece in pieces:
+            at = align(end, self._alignment)
+            placed.append((piece, at))
+            end = at + piece.nbytes
+        return placed
+
+    def _extent(self, pieces: list[Piece]) -> int:
+        end = 0
+        for piece in pieces:
+            end = align(end, self._alignment) + piece.nbytes
+        return end
+
+    def _units(self, index: int) -> list[tuple[int, int]]:
+        return units_of(self._items[index], back_to_back=self._limits.back_to_back)
+
+    def _cut(self, index: int, slot_bytes: int) -> list[Piece]:
+        item, units = self._items[index], self._units(index)
+        if index in self._local:
+            return cut_local(item, index, units, slot_bytes)
+        return cut(item, index, units, slot_bytes)
+
+    def _smallest(self, pieces: list[Piece]) -> int:
+        """The room that they need at least: all of it, or the largest unit of an item that may be cut."""
+        if pieces[0].item in self._clusters:
+            return self._extent(pieces)
+        units = self._units(pieces[0].item)
+        if not units:
+            return pieces[0].nbytes
+        spec = self._items[pieces[0].item].inputs[0]
+        copies = 1 if pieces[0].item in self._local else spec.layout.num_shards
+        return min(pieces[0].nbytes, max(end - first for first, end in units) * spec.row_bytes * copies)
+
+    def _slot_bytes(self, together: list[list[Piece]]) -> int:
+        if not together:
+            return 0
+        limit = self._limits.bucket_bytes
+        total = sum(align(self._extent(pieces), self._alignment) for pieces in together)
+        free = limit if limit is not None else min(DEFAULT_BUCKET_BYTES, total)
+        needs = [(self._smallest(p), p) for p in together if self._extent(p) > free]
+        need, pieces = max(needs, key=lambda pair: pair[0], default=(0, together[0]))
+        if limit is None:
+            return align(max(need, free, 1), self._limits.alignment)
+        if need > limit:
+            names = [emit.name for piece in pieces for emit in self._items[piece.item].recipe.emits]
+            what = f"tensor {names[0]!r}"
+            if len(pieces) > 1:
+                what = f"the set of {names}, which must stay together,"
+            raise ValueError(
+                f"{what} needs {need} bytes, which exceeds bucket_bytes={limit}. "
+                f"Set bucket_bytes={need} or more, or leave it out: the slots are then sized to the largest tensor"
+            )
+        return limit
 
 
-def _segment(
-    item: StreamItem, index: int, allocation: int, offset: int, owners: list[int] | None, limits: PlanLimits
-) -> Segment:
-    in_place = _in_place(item, limits)
-    if in_place:
-        offsets = tuple(offset + emit.start * item.wire_dtype.itemsize for emit in item.recipe.emits)
-    else:
-        offsets = _emit_offsets(item, offset, limits)
-    size = _size(item, owners, limits)
-    return Segment(index, allocation, offset, size, in_place, offsets, local=owners is not None)
+def _clusters(items: Sequence[StreamItem], atomic: Sequence[Collection[str]]) -> dict[int, tuple[int, ...]]:
+    """By item, all items that must lie in its bucket uncut, for the items of which an atomic set asks that."""
+    if not atomic:
+        return {}
+    item_of = {emit.name: i for i, item in enumerate(items) for emit in item.recipe.emits}
+    clusters: dict[int, tuple[int, ...]] = {}
+    for names in atomic:
+        members = {item_of[name] for name in names if name in item_of}
+        joined = members.union(*(clusters.get(i, ()) for i in members))
+        if len(joined) > 1 or any(_is_torn(items[i], names) for i in joined):
+            clusters.update(dict.fromkeys(joined, tuple(sorted(joined))))
+    return clusters
 
 
-def _in_place(item: StreamItem, limits: PlanLimits) -> bool:
-    if not item.is_direct:
+def _is_torn(item: StreamItem, names: Collection[str]) -> bool:
+    """Whether cutting the item could part these tensors of it."""
+    spec = item.inputs[0]
+    units = units_of(item, back_to_back=False)
+    if not units:
         return False
-    if not limits.back_to_back:
-        return True
-    # Back to back there is no room for the tail of an uneven gather, and what is not sent may not lie between.
-    at = 0
-    for emit in item.recipe.emits:
-        if emit.start != at:
-            return False
-        at += emit.numel
-    spec = item.inputs[0]
-    return spec.gathered_bytes == spec.nbytes == at * spec.wire_dtype.itemsize
-
-
-def _emit_offsets(item: StreamItem, offset: int, limits: PlanLimits) -> tuple[int, ...]:
-    offsets = []
-    for emit in item.recipe.emits:
-        offset = _align(offset, limits.alignment)
-        offsets.append(offset)
-        offset += emit.numel * item.wire_dtype.itemsize
-    return tuple(offsets)
-
-
-def _size(item: StreamItem, owners: list[int] | None, limits: PlanLimits) -> int:
-    """Bytes that an item takes in its allocation."""
-    if owners is not None:
-        spec = item.inputs[0]
-        return chunk_rows(spec.shape[0], spec.layout.num_shards) * spec.row_bytes
-    if _in_place(item, limits):
-        return item.inputs[0].gathered_bytes
-    if not item.recipe.emits:
-        return 0
-    last = item.recipe.emits[-1]
-    return _emit_offsets(item, 0, limits)[-1] + last.numel * item.wire_dtype.itemsize
-
-
-def _rows(
-    item: StreamItem, emits: Iterable[Emit], offsets: Iterable[int], allocation: int, bucket: int
-) -> Iterable[TensorRow]:
-    dtype = str(item.wire_dtype).removeprefix("torch.")
-    for emit, offset in zip(emits, offsets, strict=True):
-        yield TensorRow(emit.name, dtype, emit.shape, bucket, allocation, offset)
-
-
-def _local_chunks(
-    item: StreamItem, group_ranks: Sequence[int], wanted: Sequence[Container[str] | None]
-) -> list[int] | None:
-    """By group rank, which chunk of dim 0 it owns, if this item can be delivered rank-locally; else None."""
-    spec = item.inputs[0]
-    if not wanted or any(w is None for w in wanted) or not item.is_direct or spec.layout.kind != "shard":
-        return None
     rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
-    row_of: dict[str, int] = {}
-    for emit in item.recipe.emits:
-        first, end = emit.rows(spec.shape)
-        if end - first != 1:
-            return None
-        row_of[emit.name] = first
-    chunks = []
-    asked: set[str] = set()
-    for rank, names in zip(group_ranks, wanted, strict=True):
-        chunk = _chunk_of(spec.layout, rank)
-        if chunk is None or names is None:
-            return None
-        held = [name for name in row_of if name in names]
-        if any(row_of[name] // rows != chunk for name in held):
-            return None
-        asked.update(held)
-        chunks.append(chunk)
-    # Experts that no worker asks for would vanish silently.
-    return chunks if len(asked) == len(row_of) else None
+    at = {emit.rows(spec.shape)[0] % rows for emit in item.recipe.emits if emit.name in names}
+    return sum(any(first <= row < end for row in at) for first, end in units) > 1
 
 
-def _chunk_of(layout: Layout, rank: int) -> int | None:
-    if rank not in layout.ranks:
-        return None
-    index = layout.ranks.index(rank)
-    for size in reversed(layout.mesh_shape[layout.axis + 1 :]):
-        index //= size
-    return index % layout.mesh_shape[layout.axis]
+def _check_meshes(items: Sequence[StreamItem], group_ranks: Sequence[int]) -> None:
+    members, checked = set(group_ranks), set()
+    for item in items:
+        for spec in item.inputs:
+            if id(spec.layout) in checked:
+                continue
+            checked.add(id(spec.layout))
+            if spec.layout.kind != "whole" and (outside := sorted(set(spec.layout.ranks) - members)):
+                raise ValueError(
+                    f"{spec.fqn} is held by global ranks {outside[:8]}, which are not in the trainer group "
+                    f"{list(group_ranks)[:8]}: pass a group that has every rank of the model's meshes"
+                )
 
 
 def _add_local_rows(
-    local_rows: list[list[TensorRow]], item: StreamItem, segment: Segment, owners: list[int], bucket: int
+    local_rows: list[list[TensorRow]],
+    item: StreamItem,
+    segment: Segment,
+    delivery: LocalDelivery,
+    bucket: int,
 ) -> None:
     spec = item.inputs[0]
-    rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
-    for rank, chunk in enumerate(owners):
-        own = [e for e in item.recipe.emits if e.rows(spec.shape)[0] // rows == chunk]
-        skipped = chunk * rows * spec.row_bytes
-        offsets = [segment.offset + e.start * item.wire_dtype.itemsize - skipped for e in own]
-        local_rows[rank].extend(_rows(item, own, offsets, segment.allocation, bucket))
+    dtype = str(item.wire_dtype).removeprefix("torch.")
+    rows = chunk_rows(spec.shape[0], spec.layout.num_shards) if spec.layout.kind == "shard" else 0
+    for emit, readers, chunk in zip(item.recipe.emits, delivery.readers, delivery.chunks, strict=True):
+        skipped = chunk * rows
+        if segment.rows is not None:
+            if not segment.rows[0] <= emit.rows(spec.shape)[0] - skipped < segment.rows[1]:
+                continue
+            skipped += segment.rows[0]
+        at = segment.offset + emit.start * item.wire_dtype.itemsize - skipped * spec.row_bytes
+        row = TensorRow(emit.name, dtype, emit.shape, bucket, segment.allocation, at)
+        for rank in readers:
+            local_rows[rank].append(row)
 
 
-def _align(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment
+def _digest(
+    items: Sequence[StreamItem],
+    limits: PlanLimits,
+    local: dict[int, LocalDelivery],
+    segments: Iterable[Iterable[Segment]],
+    rest: object,
+) -> str:
+    digest = hashlib.sha256(repr((limits, rest)).encode())
+    # A layout names all ranks of its mesh: each one is written out once, not once a tensor.
+    numbers: dict[int, int] = {}
+    by_value: dict[Layout, int] = {}
+    for item in items:
+        for spec in item.inputs:
+            number = numbers.get(id(spec.layout))
+            if number is None:
+                known = len(by_value)
+                number = numbers[id(spec.layout)] = by_value.setdefault(spec.layout, known)
+                if number == known:
+                    digest.update(repr(spec.layout).encode())
+            text = f"{spec.fqn}|{spec.shape}|{spec.dtype}|{spec.wire_dtype}|{number};"
+            digest.update(text.encode())
+        for emit in item.recipe.emits:
+            digest.update(f"{emit.name}|{emit.shape}|{emit.start}|{emit.stride};".encode())
+    for inside in segments:
+        for s in inside:
+            place = f"{s.item}|{s.allocation}|{s.offset}|{s.nbytes}|{s.in_place}|{s.rows}|{s.local}|{s.emit_offsets}"
+            digest.update(place.encode())
+        digest.update(b"/")
+    for i, delivery in local.items():
+        digest.update(f"{i}|{delivery.readers}|{delivery.chunks};".encode())
+    return digest.hexdigest()

@@ -8,7 +8,7 @@ reshards first.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_ipc.dtypes import dtype_name
-from fsdp_ipc.gather import Held, full_tensors
+from fsdp_ipc.full import Held, full_tensors
 from fsdp_ipc.layout import as_dtensor, layout_of
 from fsdp_ipc.metadata import ParamMeta, StreamItem, TensorSpec
 from fsdp_ipc.naming import Naming, Patterns, naming_for, wire_dtype
@@ -102,8 +102,7 @@ class DTensorSource:
         self._naming = naming if naming is not None else naming_for(module)
         self._plain_shards = dict(plain_shards or {})
         self._fsdp_modules: list[FSDPModule] = []
-        self._slots: list[_Slot] = []
-        self._seen: list[torch.Tensor] = []
+        self._seen: list[tuple[dict[str, Any], Collection[str], tuple[Any, ...]]] = []
         self._inputs: list[_Input] = []
         self._items: tuple[StreamItem, ...] = ()
         self._build()
@@ -124,7 +123,10 @@ class DTensorSource:
 
     def mesh(self) -> DeviceMesh | None:
         """The largest mesh among the module's DTensors, or None for a module of plain tensors."""
-        meshes = [t.device_mesh for t in self._seen if isinstance(t, DTensor)]
+        meshes = [
+            t.device_mesh for read in self._inputs for t in read.read.values() if isinstance(t, DTensor)
+        ]
+        meshes.extend(mesh for mesh, _ in self._plain_shards.values())
         return max(meshes, key=lambda m: m.size(), default=None)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,8 +141,10 @@ class DTensorSource:
     def _refresh(self) -> None:
         for module in self._fsdp_modules:
             module.reshard()
-        for slot, seen in zip(self._slots, self._seen, strict=True):
-            if slot.tensor() is not seen:
+        for registry, left_out, before in self._seen:
+            # By identity: a parameter set anew, an adapter put in, a module added or taken away.
+            after = [value for key, value in registry.items() if key not in left_out]
+            if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
                 self._build()
                 return
 
@@ -177,9 +181,7 @@ class DTensorSource:
                 merge = recipe.merge_of(fqn)
                 read = (fqn,) if merge is None else (fqn, *merge.adapters)
                 inputs.append(_Input(fqn, merge, {name: tensors[name] for name in read}))
-        self._slots = list(slots.values())
-        self._seen = [tensor for slot in self._slots if (tensor := slot.tensor()) is not None]
-        self._slots = [slot for slot in self._slots if slot.tensor() is not None]
+        self._seen = list(_registries(self._module))
         self._inputs = inputs
         self._items = tuple(items)
 
@@ -234,14 +236,26 @@ def _walk(module: nn.Module) -> Iterator[_Slot]:
                 yield _Slot(dot + key, child._buffers, key, is_buffer=True)
 
 
+def _registries(module: nn.Module) -> Iterator[tuple[dict[str, Any], Collection[str], tuple[Any, ...]]]:
+    """Every dict that says what the module is made of, the keys that don't count, and what is in it now."""
+    for child in module.modules():
+        # Non-persistent buffers are not sent, and come and go (a cache).
+        for registry, left_out in (
+            (child._modules, ()),
+            (child._parameters, ()),
+            (child._buffers, child._non_persistent_buffers_set),
+        ):
+            if registry:
+                yield registry, left_out, tuple(v for k, v in registry.items() if k not in left_out)
+
+
 def _check_type(name: str, tensor: torch.Tensor) -> None:
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(local, nn.Parameter):
-        local = local.data
-    if type(local) not in (torch.Tensor, nn.Buffer):
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # A subclass of Parameter may be packed, too (4-bit weights are), and its `data` would not show it.
+    if type(local) not in (torch.Tensor, nn.Parameter, nn.Buffer) or not _is_plain_dtensor(tensor):
         raise TypeError(
-            f"{name}: a {type(local).__name__} can't be sent: expected a plain tensor or a DTensor of plain tensors. "
-            "Dequantise it in the source, or leave it out with a naming rule"
+            f"{name}: a {type(local).__name__} can't be sent: expected a plain tensor or parameter, or a DTensor of "
+            "plain tensors. Dequantise it in the source, or leave it out with a naming rule"
         )
     if local.layout is not torch.strided:
         raise TypeError(f"{name}: layout {local.layout} can't be sent, expected torch.strided")
@@ -249,4 +263,11 @@ def _check_type(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"{name}: is on the meta device and has no values; materialise the module before the sync"
         )
-    dtype_name(local.dtype)
+    try:
+        dtype_name(local.dtype)
+    except ValueError as error:
+        raise TypeError(f"{name}: {error}") from error
+
+
+def _is_plain_dtensor(tensor: torch.Tensor) -> bool:
+    return type(tensor) is DTensor or not isinstance(tensor, DTensor)

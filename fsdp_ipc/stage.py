@@ -5,14 +5,16 @@ All of it happens before the server hears of a sync, so what can't work is refus
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fsdp_ipc import handles
 from fsdp_ipc.cuda_ipc import expandable_segments_requested
+from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.dtypes import num_bytes
-from fsdp_ipc.gather import Gatherer, Held
+from fsdp_ipc.full import Held
+from fsdp_ipc.gather import Gatherer
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import IpcHandle, SharedBuffer
 from fsdp_ipc.layout import local_of
@@ -22,8 +24,6 @@ from fsdp_ipc.replicas import check_replicas
 from fsdp_ipc.source import WeightSource
 from fsdp_ipc.staging import StagingBuffer
 from fsdp_ipc.union import place_tensors, unite
-
-Wanted = Sequence[Container[str] | None]
 
 
 class Stage:
@@ -54,7 +54,7 @@ class Stage:
         )
         self._own_items: tuple[StreamItem, ...] = ()
         self._items: tuple[StreamItem, ...] = ()
-        self._wanted: Wanted = ()
+        self._wanted: HeldExperts | None = None
         self._slots: StagingBuffer | None = None
         self._singles: list[SharedBuffer] = []
         self._resident_pointers: tuple[int, ...] = ()
@@ -82,14 +82,14 @@ class Stage:
         """This rank's tensors of this sync, in the order that the gatherer wants."""
         return self._tensors
 
-    def refresh(self, wanted: Wanted, agree: Sequence[object]) -> bool:
+    def refresh(self, wanted: HeldExperts | None, agree: Sequence[object]) -> bool:
         """All ranks, collective: bring plan and memory up to date before a sync.
 
         1) (all ranks) read the source; 2) (all ranks) vote, and go on only if something changed anywhere;
         3) (all ranks) plan, and agree on its digest; 4) (all ranks) allocate and export.
 
         Args:
-            wanted: By group rank, the expert names that its worker holds (see `build_plan`).
+            wanted: The experts that each worker holds, None for delivery to all (see `build_plan`).
             agree: What must be equal on all ranks to begin with (the version, the number of the sync).
 
         Returns:
@@ -141,13 +141,9 @@ class Stage:
         return sum(self._items[i].inputs[0].nbytes for i in self.plan.resident)
 
     def _united(self, tensors: Sequence[Held]) -> Sequence[Held]:
-        return (
-            tensors
-            if len(self._items) == len(self._own_items)
-            else place_tensors(self._items, self._own_items, tensors)
-        )
+        return place_tensors(self._items, self._own_items, tensors)
 
-    def _replan(self, items: tuple[StreamItem, ...], wanted: Wanted) -> None:
+    def _replan(self, items: tuple[StreamItem, ...], wanted: HeldExperts | None) -> None:
         group, error = self._group, None
         plan = None
         united, tensors = unite(items, self._tensors, group)

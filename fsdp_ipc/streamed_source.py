@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_ipc.gather import Held
+from fsdp_ipc.full import Held
 from fsdp_ipc.layout import layout_of
 from fsdp_ipc.metadata import WHOLE, Layout, ParamMeta, StreamItem, TensorSpec
 from fsdp_ipc.recipe import Emit, ParamRecipe
@@ -107,7 +107,9 @@ class _Pass:
         # The tensor before is dropped before the next is made: one full tensor at a time.
         self._last = None
         while self._num_pulled <= index:
-            self._waiting[self._num_pulled] = self._pull(self._iterator)
+            tensor = self._pull(self._iterator)
+            # The iterator may use its memory again: what is passed over has to be kept.
+            self._waiting[self._num_pulled] = tensor if self._num_pulled == index else tensor.clone()
             self._num_pulled += 1
         self._last = (index, self._waiting.pop(index))
         return self._last[1]

@@ -21,9 +21,10 @@ import torch
 
 from fsdp_ipc.clients.base import WeightSyncClient
 from fsdp_ipc.control import ControlBlock
+from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
-from fsdp_ipc.stage import Stage, Wanted
+from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
 
@@ -168,11 +169,11 @@ class NativeDelivery:
             self._control = None
         self._connected = False
 
-    def _wanted(self) -> Wanted:
-        """By rank, the names of the experts that its worker holds; () where delivery is not rank-local."""
+    def _wanted(self) -> HeldExperts | None:
+        """The experts that each rank's worker holds; None where delivery is not rank-local."""
         if not self._rank_local_experts or any(e is None for e in self._experts):
-            return ()
-        return tuple(_ExpertNames(e or {}) for e in self._experts)
+            return None
+        return HeldExperts([e or {} for e in self._experts])
 
     def _post(self, sync: int, changed: bool) -> tuple[Future[None] | None, Future[None] | None]:
         client, plan, stage = self._client, self._stage.plan, self._stage
@@ -272,25 +273,6 @@ class NativeDelivery:
             self._control.fail(sync, f"the trainer gave up: {error}"[:4000])
         if updated is not None:
             outcome(updated, self._timeouts.request_s)
-
-
-class _ExpertNames:
-    """The expert tensors that one worker holds, as a set of checkpoint names that need not be listed."""
-
-    def __init__(self, experts: dict[str, list[int]]) -> None:
-        self._experts = {prefix: frozenset(ids) for prefix, ids in experts.items()}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ExpertNames) and self._experts == other._experts
-
-    def __hash__(self) -> int:
-        return hash(tuple(sorted(self._experts)))
-
-    def __contains__(self, name: object) -> bool:
-        prefix, dot, rest = str(name).partition(".experts.")
-        expert = rest.partition(".")[0]
-        held = self._experts.get(f"{prefix}.experts")
-        return bool(dot) and held is not None and expert.isdecimal() and int(expert) in held
 
 
 def _plan_json(stage: Stage, keys: Sequence[str]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class StockDelivery:
         group, stage = self._group, self._stage
         with timer.stage("prepare"):
             self.connect()
-            stage.refresh((), agree=(version, sync))
+            stage.refresh(None, agree=(version, sync))
         with timer.stage("start"):
             self._start()
         requests: list[Future[None]] = []
