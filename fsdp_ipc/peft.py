@@ -65,11 +65,11 @@ class LowRankMerge:
         Raises:
             ValueError: if the active adapters are no longer those for which the names were made.
         """
-        active = _active(self.layer, [term.adapter for term in self.terms])
-        if active != [term.adapter for term in self.terms]:
+        made_for, active = [term.adapter for term in self.terms], _active_adapters(self.layer)
+        if active != made_for:
             raise ValueError(
-                f"{self.base}: adapters {[t.adapter for t in self.terms]} were active when the source was made, now "
-                f"{active} are; make a new source after changing adapters"
+                f"{self.base}: adapters {made_for} were active when the source was made, now {active} are; make a new "
+                "source after changing adapters"
             )
         base = tensors[self.base].detach()
         terms = [term for term in self.terms if term.adapter not in self.layer.merged_adapters]
@@ -192,10 +192,11 @@ def _original(view: nn.Module) -> Any:
     return view.__dict__.get("_view_of", view)
 
 
-def _active(layer: Any, present: list[str] | None = None) -> list[str]:
+def _active_adapters(layer: Any) -> list[str]:
+    """Those of the layer's own adapters that its forward uses."""
     if layer.disable_adapters:
         return []
-    return [name for name in layer.active_adapters if present is None or name in present]
+    return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
 
 
 class _Walk:
@@ -231,7 +232,9 @@ class _Walk:
     def _copy(self, module: nn.Module, path: str, clean: str) -> nn.Module:
         copies = module._modules["modules_to_save"]
         assert copies is not None  # noqa: S101  (the caller looked)
-        active = [name for name in _active(_original(module)) if name in copies._modules]
+        wrapper = _original(module)
+        used = [] if wrapper.disable_adapters else wrapper.active_adapters
+        active = [name for name in used if name in copies._modules]
         key = f"modules_to_save.{active[0]}" if active else "original_module"
         return self.visit(module.get_submodule(key), f"{path}{key}.", clean)
 
@@ -241,9 +244,7 @@ class _Walk:
             raise _refusal(module, path, "only LoRA on Linear, Embedding and expert parameters can be")
         embedding = kind_name == "Embedding"
         terms = []
-        for adapter in _active(layer):
-            if adapter not in (layer.lora_embedding_A if embedding else layer.lora_A):
-                continue
+        for adapter in _active_adapters(layer):
             for option in ("lora_variant", "use_dora", "lora_bias"):
                 if getattr(layer, option, {}).get(adapter):
                     raise _refusal(module, path, f"adapter {adapter!r} has {option}")
@@ -264,8 +265,8 @@ class _Walk:
         inner = module._modules["base_layer"]
         assert inner is not None  # noqa: S101  (the caller looked)
         base = self.visit(inner, f"{path}base_layer.", clean)
-        if terms:
-            self.merges[f"{clean}{target}"] = (terms, kind, layer)  # type: ignore[assignment]
+        # Without an active adapter, too: its merge notices when one becomes active.
+        self.merges[f"{clean}{target}"] = (terms, kind, layer)  # type: ignore[assignment]
         return base
 
 

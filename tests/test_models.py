@@ -89,4 +89,4 @@ def _sharded_streams(rank: int, world_size: int, files: dict[str, dict[str, torc
 
 def test_sharded_stream_equals_saved_files() -> None:
     files = {name: models.saved(models.build(name)) for name in models.FACTORIES}
-    assert run_ranks(_sharded_streams, 2, files) == [[], []]
+    assert run_ranks(_sharded_streams, 2, files, timeout_s=180) == [[], []]
