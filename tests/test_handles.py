@@ -13,9 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from fsdp_ipc import cuda_ipc, handles, shm
 from fsdp_ipc.cuda_ipc import CudaMemory
@@ -58,7 +60,8 @@ def cuda_handle(**changes):
 
 def shm_handle(**changes):
     memory = ShmMemory(file=f"fsdp_ipc-1-{'0a' * 16}", file_bytes=4096)
-    return IpcHandle(**({"device": "cpu:host:0", "nbytes": 4096, "offset": 0, "memory": memory} | changes))
+    fields: dict[str, Any] = {"device": "cpu:host:0", "nbytes": 4096, "offset": 0, "memory": memory}
+    return IpcHandle(**(fields | changes))
 
 
 def files_of(pid):
@@ -547,10 +550,10 @@ class FakeCudaTensor:
 
 def test_reduce_tensor_gives_the_values_in_that_order(monkeypatch):
     """Torch's own code runs; only the call into the CUDA driver is replaced."""
-    monkeypatch.setattr(cuda_ipc.reductions, "StorageWeakRef", lambda storage: None)
-    monkeypatch.setattr(cuda_ipc.reductions, "shared_cache", {})
-    rebuild, args = cuda_ipc.reductions.reduce_tensor(FakeCudaTensor())
-    assert rebuild is cuda_ipc.reductions.rebuild_cuda_tensor
+    monkeypatch.setattr(reductions, "StorageWeakRef", lambda storage: None)
+    monkeypatch.setattr(reductions, "shared_cache", {})
+    rebuild, args = reductions.reduce_tensor(FakeCudaTensor())
+    assert rebuild is reductions.rebuild_cuda_tensor
     named = dict(zip(cuda_ipc.REBUILD_PARAMETERS, args, strict=True))
     by_name = {name: value for name, value in named.items() if isinstance(value, str)}
     assert all(name == value for name, value in by_name.items())
@@ -623,7 +626,7 @@ def test_the_open_passes_what_torchs_own_rebuild_passes(fake_cuda):
     torch_cuda_init = torch.cuda._lazy_init
     torch.cuda._lazy_init = lambda: None
     try:
-        cuda_ipc.reductions.rebuild_cuda_tensor(*(named[name] for name in cuda_ipc.REBUILD_PARAMETERS))
+        reductions.rebuild_cuda_tensor(*(named[name] for name in cuda_ipc.REBUILD_PARAMETERS))
     finally:
         torch.cuda._lazy_init = torch_cuda_init
     ours, torchs = fake_cuda
@@ -705,7 +708,8 @@ def test_what_cannot_be_exported_is_refused(exporting):
 
 def test_a_dtensor_is_refused():
     import torch.distributed as dist
-    from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
 
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
@@ -775,30 +779,22 @@ def test_field_A10_it_is_off_for_the_allocation_alone_and_said_so(variable, valu
 
 def test_expandable_segments_that_the_settings_do_not_show_are_turned_off_by_force(monkeypatch):
     """A later call may have replaced the settings string; then only the exported handle tells."""
-    state = {"on": True, "settings": ["max_split_size_mb:64"]}
-    made = []
-
-    def set_settings(settings):
-        state["settings"].append(settings)
-        state["on"] = "expandable_segments:True" in settings
+    history = ["max_split_size_mb:64"]
+    made: list[str] = []
 
     def share(tensor):
-        made.append(state["on"])
+        made.append(history[-1])
+        if len(made) == 1:
+            raise ValueError("the tensor lies in expandable segments")
         return "memory", 0
 
-    def strict_share(tensor):
-        if not made:
-            made.append("refused")
-            raise ValueError("the tensor lies in expandable segments")
-        return share(tensor)
-
-    monkeypatch.setattr(cuda_ipc, "_allocator_settings", lambda: state["settings"][-1])
-    monkeypatch.setattr(cuda_ipc, "_set_allocator_settings", set_settings)
-    monkeypatch.setattr(cuda_ipc, "share", strict_share)
+    monkeypatch.setattr(cuda_ipc, "_allocator_settings", lambda: history[-1])
+    monkeypatch.setattr(cuda_ipc, "_set_allocator_settings", history.append)
+    monkeypatch.setattr(cuda_ipc, "share", share)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    tensor, memory, offset = cuda_ipc.allocate(10, CPU)
-    assert (tensor.numel(), memory, offset) == (10, "memory", 0)
-    assert state["settings"] == [
+    tensor, *where = cuda_ipc.allocate(10, CPU)
+    assert (tensor.numel(), where) == (10, ["memory", 0])
+    assert history == [
         "max_split_size_mb:64",
         "max_split_size_mb:64,expandable_segments:False",
         "max_split_size_mb:64,expandable_segments:True",

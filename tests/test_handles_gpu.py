@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from fsdp_ipc import cuda_ipc
 from fsdp_ipc.dtypes import view
@@ -54,7 +55,7 @@ def peer_close(state):
 def peer_stock(state, args):
     args = list(args)
     args[cuda_ipc.DEVICE_INDEX] = gpu().index
-    tensor = cuda_ipc.reductions.rebuild_cuda_tensor(*args)
+    tensor = reductions.rebuild_cuda_tensor(*args)
     values = tensor.cpu()
     del tensor
     torch.cuda.ipc_collect()

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_ipc import shm, staging
 from fsdp_ipc.dtypes import view
-from fsdp_ipc.handles import IpcHandle, allocate, open_handle
+from fsdp_ipc.handles import IpcHandle, SharedBuffer, allocate, open_handle
 from fsdp_ipc.staging import StagingBuffer
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_all_slots_are_checked_before_the_first_takes_its_share(monkeypatch):
 
 
 def test_a_failure_of_a_later_slot_frees_the_earlier_ones(monkeypatch):
-    made = []
+    made: list[SharedBuffer] = []
 
     def second_fails(nbytes, device, *, key):
         if made:
