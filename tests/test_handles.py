@@ -49,7 +49,7 @@ def cuda_handle(**changes):
         ref_counter_offset=7,
         event=bytes(64),
     )
-    fields = {
+    fields: dict[str, Any] = {
         "device": "c0ffee00-1111-2222-3333-444455556666",
         "nbytes": 1000,
         "offset": 24,
