@@ -1,0 +1,118 @@
+"""torchtitan models: the stream equals what the model's own state-dict adapter makes of its full state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_ipc.naming import naming_for
+from fsdp_ipc.recipe import EntryInfo
+from tests.runner import run_ranks
+
+pytest.importorskip("torchtitan", reason="needs torchtitan: its models and adapters are the subject")
+
+
+def _built(config: Any, adapter: Callable[..., Any]) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    config.layers = config.layers[:2]
+    model = config.build()
+    with torch.no_grad():
+        for tensor in [
+            *model.parameters(),
+            *(b for n, b in model.named_buffers() if n.endswith("expert_bias_E")),
+        ]:
+            tensor.copy_(torch.randn(tensor.shape))
+    return model, adapter(config, None)
+
+
+def llama3() -> tuple[nn.Module, Any]:
+    from torchtitan.models.llama3 import Llama3StateDictAdapter, llama3_configs
+
+    return _built(llama3_configs["debugmodel"](attn_backend="flex"), Llama3StateDictAdapter)
+
+
+def deepseek_v3() -> tuple[nn.Module, Any]:
+    from torchtitan.models.deepseek_v3 import DeepSeekV3StateDictAdapter, deepseekv3_configs
+
+    config = deepseekv3_configs["debugmodel"](attn_backend="flex", moe_comm_backend="standard")
+    return _built(config, DeepSeekV3StateDictAdapter)
+
+
+def registered(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers as registered, whatever `state_dict` makes of them."""
+    found = {}
+    for path, child in module.named_modules():
+        for key, tensor in [*child._parameters.items(), *child._buffers.items()]:
+            if tensor is not None and key not in child._non_persistent_buffers_set:
+                found[f"{path}.{key}" if path else key] = tensor.detach()
+    return found
+
+
+def stream(model: nn.Module, adapter: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    made: dict[str, torch.Tensor] = {}
+    entries = {name: EntryInfo(shape=tuple(t.shape), dtype=t.dtype) for name, t in state.items()}
+    for recipe in naming_for(model, adapter=adapter).recipes(entries):
+        tensors = recipe.apply([state[fqn] for fqn in recipe.inputs])
+        made.update(zip([emit.name for emit in recipe.emits], tensors, strict=True))
+    return made
+
+
+@pytest.mark.parametrize("build", [llama3, deepseek_v3])
+def test_stream_equals_to_hf(build: Callable[[], tuple[nn.Module, Any]]) -> None:
+    model, adapter = build()
+    wanted = adapter.to_hf(model.state_dict())
+    made = stream(model, adapter, registered(model))
+    assert sorted(made) == sorted(wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(made[name], tensor), name
+
+
+def test_rope_is_permuted_and_fused_qkv_is_split() -> None:
+    model, adapter = llama3()
+    state = registered(model)
+    entries = {name: EntryInfo(shape=tuple(t.shape), dtype=t.dtype) for name, t in state.items()}
+    recipes = {recipe.fqn: recipe for recipe in naming_for(model, adapter=adapter).recipes(entries)}
+    recipe = recipes["layers.0.attention.qkv_linear.wqkv.weight"]
+    assert recipe.transform is not None
+    assert [emit.name.rsplit(".", 2)[1] for emit in recipe.emits] == ["q_proj", "k_proj", "v_proj"]
+    query = recipe.apply([state[recipe.fqn]])[0]
+    assert not torch.equal(query, model.state_dict()["layers.0.attention.qkv_linear.wq.weight"])
+    assert recipes["layers.0.feed_forward.w1.weight"].transform is None
+
+
+def _experts_on_two_axes(rank: int, world_size: int) -> tuple[list[str], int]:
+    """Experts over `ep` and FSDP, dense weights over all ranks, as torchtitan lays them out."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    model, adapter = deepseek_v3()
+    wanted = adapter.to_hf(model.state_dict())
+    mesh = init_device_mesh("cpu", (world_size,))
+    grid = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "ep"))
+    for module in model.modules():
+        if type(module).__name__ == "GroupedExperts":
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                sharded = distribute_tensor(parameter.detach(), grid["ep"], [Shard(0)])
+                module.register_parameter(key, nn.Parameter(sharded))
+            fully_shard(module, mesh=grid["dp_shard"])
+    fully_shard(model, mesh=mesh)
+    state = registered(model)
+    two_axes = sum(isinstance(t, DTensor) and t.device_mesh.ndim == 2 for t in state.values())
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    made = stream(model, adapter, full)
+    wrong = sorted(set(made) ^ set(wanted)) + [
+        n for n in wanted if n in made and not torch.equal(made[n], wanted[n])
+    ]
+    return wrong, two_axes
+
+
+def test_stream_of_experts_over_two_axes_equals_to_hf() -> None:
+    """The adapter given shards of its own would name this rank's experts only; the stack is gathered first."""
+    for wrong, two_axes in run_ranks(_experts_on_two_axes, 4, timeout_s=240):
+        assert wrong == []
+        assert two_axes == 3
