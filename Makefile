@@ -58,8 +58,8 @@ soak: $(READY) ## run the tests that take many minutes
 fuzz: $(READY) ## run the property tests with many more examples
 	@$(PYTEST) -m hypothesis --hypothesis-profile=fuzz --timeout=0 $(ARGS)
 
-bench: $(READY) ## measure syncs of a larger model with a real server; ends in one JSON line
-	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m recipes.train experiment=bench $(ARGS)
+bench: $(READY) ## measure pushes of real model sizes into real servers: make bench ARGS="shape=qwen3_8b"
+	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m recipes.bench $(ARGS)
 
 doctor: $(READY) ## tell what is wrong with this machine before a job starts
 	@$(PY) -m fsdp_ipc doctor $(ARGS)

@@ -57,8 +57,8 @@ class TrainConfig:
         compute_dtype: Dtype of forward and backward; the parameters are fp32.
     """
 
-    steps: int = 300
-    push_every: int = 75
+    steps: int = 200
+    push_every: int = 25
     lr: float = 3.0e-3
     warmup_steps: int = 20
     weight_decay: float = 0.0
@@ -81,7 +81,7 @@ class DataConfig:
 
     path: str | None = None
     prompt: str = "The Zen of Python, by Tim Peters"
-    max_tokens: int = 160
+    max_tokens: int = 190
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -56,10 +58,15 @@ class Report:
     Args:
         steps: Steps of the whole job.
         active: Whether this rank shows anything.
+        prompt: What the server is asked to continue.
+        before: The server's completion before the first push; None if it was not asked.
+        expected: What a model that knows the text says.
+        pushes: All pushes so far.
     """
 
     steps: int
     active: bool
+    prompt: str = ""
     before: str | None = None
     expected: str | None = None
     pushes: list[Push] = field(default_factory=list)
@@ -90,7 +97,7 @@ class Report:
     def say(self, text: str) -> None:
         """Show one line above the bar."""
         if self.active:
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, step: int, loss: float) -> None:
         """Show that a step is done."""
@@ -98,7 +105,8 @@ class Report:
 
     def waiting(self, seconds: float, line: str) -> None:
         """Show what the job waits for; where nothing is live, a line every 15 s."""
-        note = f"server starts, {seconds:.0f} s: {line[-60:]}"
+        words = re.sub(r"^.*?\] ", "", line)  # without the log's time and place
+        note = f"server starts, {seconds:.0f} s: {words[:70]}"
         self._progress.update(self._task, note=note)
         if self.active and not self._live and time.monotonic() - self._noted_at > 15:
             self._noted_at = time.monotonic()
@@ -118,11 +126,16 @@ class Report:
         )
         if push.text is None or not self.active:
             return
-        table = Table(show_lines=False, expand=True)
-        table.add_column("before the first push", ratio=1)
-        table.add_column(f"after version {push.version} ({push.recited} characters right)", ratio=1)
-        after = Text(push.text[: push.recited], style="green") + Text(push.text[push.recited :])
-        table.add_row(Text(printable(self.before or "")), after)
+        if len(self.pushes) > 1 and push.text == self.pushes[-2].text and push.version != str(self.steps):
+            self.say(f"  the server's text is the same: {push.recited} characters right")
+            return
+        table = Table(title=f"the server continues {self.prompt!r}", title_justify="left", expand=True)
+        table.add_column("before the first push", ratio=1, overflow="fold")
+        table.add_column(
+            f"after version {push.version}: {push.recited} characters right", ratio=1, overflow="fold"
+        )
+        right, wrong = push.text[: push.recited].lstrip("\n"), push.text[push.recited :]
+        table.add_row(Text(printable(self.before or "")), Text(right, "green") + Text(printable(wrong)))
         self._console.print(table)
 
     def finish(self, more: Mapping[str, Any]) -> None:
@@ -136,6 +149,7 @@ class Report:
         self._progress.stop()
         out = Console(file=sys.stdout)
         out.print(summary(self.pushes))
+        out.print(stages(self.pushes))
         line = {
             **more,
             "recited_chars": max((push.recited for push in self.pushes), default=0),
@@ -160,23 +174,29 @@ class Report:
 
 
 def summary(pushes: Sequence[Push]) -> Table:
-    """Lay the pushes out as a table, a row a version, a column a stage."""
-    stages = list(dict.fromkeys(stage for push in pushes for stage in push.stage_s))
+    """Lay the pushes out as a table, a row a version."""
     table = Table(title="weight syncs")
-    for name in (
-        "version",
-        "bytes",
-        "tensors",
-        "buckets",
-        *(f"{stage}, ms" for stage in stages),
-        "all, ms",
-        "GB/s",
-    ):
+    for name in ("version", "bytes", "tensors", "buckets", "seconds", "GB/s", "loss"):
         table.add_column(name, justify="right")
     for push in pushes:
-        times = [f"{push.stage_s[stage] * 1e3:.1f}" if stage in push.stage_s else "–" for stage in stages]
         counts = [f"{push.num_bytes:,}", str(push.num_tensors), str(push.num_buckets)]
-        table.add_row(push.version, *counts, *times, f"{push.seconds * 1e3:.1f}", f"{push.gb_per_s:.3f}")
+        table.add_row(
+            push.version, *counts, f"{push.seconds:.4f}", f"{push.gb_per_s:.3f}", f"{push.loss:.3f}"
+        )
+    return table
+
+
+def stages(pushes: Sequence[Push]) -> Table:
+    """Lay out where the time went: the first sync sets everything up, the later ones are told by their median."""
+    table = Table(title="seconds by stage (stages overlap in part)")
+    table.add_column("stage")
+    table.add_column("first sync", justify="right")
+    table.add_column("later ones, median", justify="right")
+    names = list(dict.fromkeys(name for push in pushes for name in push.stage_s))
+    rows = [{**{name: push.stage_s.get(name, 0.0) for name in names}, "all": push.seconds} for push in pushes]
+    for name in [*names, "all"] if pushes else []:
+        later = [row[name] for row in rows[1:]]
+        table.add_row(name, f"{rows[0][name]:.4f}", f"{statistics.median(later):.4f}" if later else "–")
     return table
 
 

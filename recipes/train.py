@@ -9,12 +9,11 @@ import codecs
 import contextlib
 import io
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import cast
 
 import hydra
 import requests
@@ -27,6 +26,7 @@ from torch.nn import functional as F
 
 from fsdp_ipc import DTensorSource, WeightSender
 from fsdp_ipc.clients import HTTPWeightSyncClient
+from fsdp_ipc.sender import Backend
 from recipes.config import (
     CONF_DIR,
     DataConfig,
@@ -38,10 +38,12 @@ from recipes.config import (
     run_dir,
 )
 from recipes.models import build_model, write_model_dir
-from recipes.report import Push, Report, matching_prefix
+from recipes.ranks import joined, on_rank0, own_device
+from recipes.report import Push, Report, matching_prefix, printable
 from recipes.serve import Server
 
-_T = TypeVar("_T")
+# Ranks wait for the server in a collective, so that time comes on top.
+GROUP_TIMEOUT_S = 600.0
 
 
 class Trainer:
@@ -103,7 +105,8 @@ class Questions:
 
     def ask(self) -> str:
         """Return the completion; if replicas disagree, those of all of them."""
-        texts = [self._ask_replica(rank) for rank in range(self._num_replicas)]
+        with ThreadPoolExecutor(self._num_replicas) as pool:
+            texts = list(pool.map(self._ask_replica, range(self._num_replicas)))
         if len(set(texts)) == 1:
             return texts[0]
         return "\n".join(f"[replica {rank}] {text}" for rank, text in enumerate(texts))
@@ -123,7 +126,7 @@ class Questions:
         return text
 
 
-def run(job: JobConfig, out: Path) -> None:
+def run(job: JobConfig, device: torch.device, out: Path) -> None:
     """Run the job on this rank. Collective over all ranks of torchrun.
 
     1) (rank 0) write the model's directory, start the server in the background;
@@ -133,14 +136,15 @@ def run(job: JobConfig, out: Path) -> None:
 
     Args:
         job: The settings.
+        device: This rank's device.
         out: Directory for the server's log and the model's files; rank 0 writes to it.
     """
-    rank, world_size, device = dist.get_rank(), dist.get_world_size(), _device()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
     began = time.monotonic()
     with ExitStack() as stack:
-        report = stack.enter_context(Report(steps=job.train.steps, active=rank == 0))
-        model_dir = from_rank0(lambda: _model_dir(job, out))
+        report = stack.enter_context(Report(steps=job.train.steps, active=rank == 0, prompt=job.data.prompt))
+        model_dir = on_rank0(lambda: _model_dir(job, out))
         server: Server | None = None
 
         def start_server() -> str:
@@ -158,7 +162,7 @@ def run(job: JobConfig, out: Path) -> None:
             report.say(f"server starts at {server.url}, its log is {server.log_path}")
             return server.url
 
-        url = from_rank0(start_server)
+        url = on_rank0(start_server)
         model = build_model(
             model_dir,
             mesh,
@@ -184,8 +188,7 @@ def run(job: JobConfig, out: Path) -> None:
                 questions = Questions(url, job.data, world_size if server is not None else 1)
                 report.expected = continuation(text, job.data.prompt)
                 report.before = questions.ask()
-                report.say("the server's text before any push:")
-                report.say(repr(report.before[:120]))
+                report.say(f"before any push it continues the prompt with: {printable(report.before[:60])}…")
             return seconds
 
         def ask() -> str | None:
@@ -203,10 +206,10 @@ def run(job: JobConfig, out: Path) -> None:
             if step % job.train.push_every and step != job.train.steps:
                 continue
             if sender is None:
-                server_s = from_rank0(meet_server)
+                server_s = on_rank0(meet_server)
                 sender = stack.enter_context(_sender(job, model, client))
             stats = sender.send(version=str(step))
-            answer = from_rank0(ask)
+            answer = on_rank0(ask)
             report.pushed(
                 Push(
                     version=str(stats.version),
@@ -230,29 +233,6 @@ def run(job: JobConfig, out: Path) -> None:
                 "total_s": round(time.monotonic() - began, 2),
             }
         )
-
-
-def from_rank0(function: Callable[[], _T]) -> _T:
-    """Call `function` on rank 0 and return its result on every rank. Collective.
-
-    If it raises, rank 0 raises the error and the other ranks leave quietly, so that one report is seen and no
-    rank waits for another.
-    """
-    error: BaseException | None = None
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[1] = function()
-        except BaseException as caught:  # noqa: BLE001 - raised again below, after the others know
-            error = caught
-            box[0] = f"{type(caught).__name__}: {caught}"
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    if error is not None:
-        raise error
-    if box[0] is not None:
-        raise SystemExit(1)
-    result: _T = box[1]
-    return result
 
 
 def read_text(data: DataConfig) -> str:
@@ -288,42 +268,19 @@ def _sender(job: JobConfig, model: nn.Module, client: HTTPWeightSyncClient) -> W
     return WeightSender(
         DTensorSource(model, dtype=dtype, keep=job.sync.keep),
         client,
-        backend=job.sync.backend,
+        backend=cast("Backend", job.sync.backend),  # checked by `config.check`
         packed=job.sync.packed,
         bucket_bytes=None if job.sync.bucket_mb is None else int(job.sync.bucket_mb * 2**20),
         num_slots=job.sync.num_slots,
     )
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """Join the process group that torchrun describes, or a group of one where the job runs by itself."""
-    device = _device()
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def _main(cfg: DictConfig) -> None:
     job = load(cfg)
-    with process_group():
-        run(job, run_dir())
+    device = own_device()
+    with joined(device, GROUP_TIMEOUT_S + job.server.start_timeout_s):
+        run(job, device, run_dir())
 
 
 def main() -> None:
