@@ -29,7 +29,7 @@ from fsdp_ipc.conversion import (
 )
 from fsdp_ipc.experts import ExpertLayout, check_expert_names, is_fused, keep_fused, unfuse
 from fsdp_ipc.peft import AdapterMap, LowRankMerge, adapter_map
-from fsdp_ipc.recipe import EntryInfo, ParamRecipe
+from fsdp_ipc.recipe import EntryInfo, ParamRecipe, Transform
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ class Patterns:
                 self._regexes.append(re.compile(pattern[1:-1]))
             except re.error as error:
                 raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+
+    def __bool__(self) -> bool:
+        return bool(self._globs or self._regexes)
 
     def __contains__(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self._globs) or any(
@@ -201,6 +204,28 @@ class Renamer:
         return renamed
 
 
+@dataclass(frozen=True)
+class _Picked:
+    """A transform of which some tensors are not wanted."""
+
+    transform: Transform
+    wanted: tuple[int, ...]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        made = self.transform(tensors)
+        return [made[index] for index in self.wanted]
+
+
+def _without(recipe: ParamRecipe, drop: Patterns) -> ParamRecipe:
+    """The recipe without the tensors that are not sent."""
+    wanted = tuple(index for index, emit in enumerate(recipe.emits) if emit.name not in drop)
+    if len(wanted) == len(recipe.emits):
+        return recipe
+    emits = tuple(recipe.emits[index] for index in wanted)
+    transform = None if recipe.transform is None else _Picked(recipe.transform, wanted)
+    return replace(recipe, emits=emits, transform=transform)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Naming:
     """How the names of one training module become those of its checkpoint. Made by `naming_for`.
@@ -281,17 +306,13 @@ class Naming:
         drop: Patterns,
     ) -> list[ParamRecipe]:
         """User's rules, checks, and the names of the sharded state in place of the clean ones."""
-        finished = []
-        for recipe in recipes:
-            if recipe.transform is None:  # slices may be left out one by one
-                recipe = replace(recipe, emits=tuple(e for e in recipe.emits if e.name not in drop))
-            if recipe.emits and not all(emit.name in drop for emit in recipe.emits):
-                finished.append(recipe)
-        names = [emit.name for recipe in finished for emit in recipe.emits]
-        renamed = Renamer(self.rename)(names)
+        finished = [kept for recipe in recipes if (kept := _without(recipe, drop)).emits] if drop else recipes
+        renamed = Renamer(self.rename)(e.name for r in finished for e in r.emits) if self.rename else {}
         result = []
         for recipe in finished:
-            emits = tuple(replace(emit, name=renamed[emit.name]) for emit in recipe.emits)
+            emits = recipe.emits
+            if renamed:
+                emits = tuple(replace(emit, name=renamed[emit.name]) for emit in emits)
             check_expert_names(emits)
             result.append(
                 replace(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp_ipc.experts import INTERLEAVED
 from fsdp_ipc.naming import Naming, naming_for
 from fsdp_ipc.recipe import EntryInfo
+from fsdp_ipc.source import DTensorSource
 from tests import models
 from tests.runner import run_ranks
 
@@ -59,10 +63,48 @@ def test_stream_equals_saved_files(name: str, dtype: torch.dtype) -> None:
     assert_same(stream(naming_for(model), model), models.saved(model))
 
 
+@pytest.mark.parametrize("name", models.FACTORIES)
+def test_stream_of_a_loaded_model_equals_saved_files(name: str, tmp_path: Path) -> None:
+    """Loaded models remember how their checkpoint was named, which decides how they are saved."""
+    model = models.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own
+        model.save_pretrained(tmp_path)  # type: ignore[operator]
+        loaded = type(model).from_pretrained(tmp_path)  # type: ignore[attr-defined]
+    assert_same(stream(naming_for(loaded), loaded), models.saved(loaded))
+
+
+def test_fused_experts_are_kept_whole_on_request() -> None:
+    for name, stem in (
+        ("qwen3_moe", "mlp.experts"),
+        ("mixtral", "block_sparse_moe.experts"),
+        ("gpt_oss", "mlp.experts"),
+    ):
+        model = models.build(name)
+        made = stream(naming_for(model, experts="fused"), model)
+        experts = model.model.layers[1].mlp.experts  # type: ignore[union-attr, index]
+        assert torch.equal(made[f"model.layers.1.{stem}.gate_up_proj"], experts.gate_up_proj)
+        assert torch.equal(made[f"model.layers.1.{stem}.down_proj"], experts.down_proj)
+        assert not any(".experts.0." in key for key in made)
+
+
+def test_field_D2_gpt_oss_experts_can_be_unfused() -> None:
+    """https://github.com/thinking-machines-lab/tinker-cookbook/pull/459: its gate and up rows alternate."""
+    model = models.build("gpt_oss")
+    made = stream(naming_for(model, experts=INTERLEAVED), model)
+    experts = model.model.layers[0].mlp.experts  # type: ignore[union-attr, index]
+    for i in range(3):
+        prefix = f"model.layers.0.mlp.experts.{i}"
+        assert torch.equal(made[f"{prefix}.gate_proj.weight"], experts.gate_up_proj[i, :, ::2].T)
+        assert torch.equal(made[f"{prefix}.up_proj.weight"], experts.gate_up_proj[i, :, 1::2].T)
+        assert torch.equal(made[f"{prefix}.down_proj.weight"], experts.down_proj[i].T)
+        assert torch.equal(made[f"{prefix}.up_proj.bias"], experts.gate_up_proj_bias[i, 1::2])
+        assert torch.equal(made[f"{prefix}.down_proj.bias"], experts.down_proj_bias[i])
+
+
 def _sharded_streams(rank: int, world_size: int, files: dict[str, dict[str, torch.Tensor]]) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
     mesh = init_device_mesh("cpu", (world_size,))
     failed = []
@@ -76,10 +118,7 @@ def _sharded_streams(rank: int, world_size: int, files: dict[str, dict[str, torc
             if is_unit and path and not any(fqn.startswith(f"{path}.") for fqn in tied):
                 fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        state = {
-            fqn: t.full_tensor() if isinstance(t, DTensor) else t for fqn, t in model.state_dict().items()
-        }
-        made = stream(naming_for(model), model, state)
+        made = dict(DTensorSource(model))
         if sorted(made) != sorted(wanted):
             failed.append(f"{name}: names {sorted(set(made) ^ set(wanted))}")
         elif wrong := [key for key in wanted if not torch.equal(made[key], wanted[key])]:

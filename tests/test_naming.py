@@ -420,6 +420,21 @@ def test_trace_tells_slices_from_what_must_be_computed() -> None:
     assert all(torch.equal(state[name], kept[name]) for name in state)
 
 
+def test_tensors_of_a_conversion_can_be_dropped_one_by_one() -> None:
+    def convert(state: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        even, odd = state["w"][::2] + 0, state["w"][1::2] + 1
+        return {"even": even, "odd": odd}
+
+    tensor = torch.arange(6.0)
+    (recipe,) = Naming(convert=convert, drop=("even",)).recipes({"w": info(6)})
+    assert torch.equal(made_by(recipe, tensor)["odd"], tensor[1::2] + 1)
+    assert Naming(convert=convert, drop=("even", "odd")).recipes({"w": info(6)}) == []
+    (stack,) = Naming(experts=HALVES, drop=("*.up_proj.weight",)).recipes(
+        {"experts.gate_up_proj": info(2, 4, 3)}
+    )
+    assert [emit.start for emit in stack.emits] == [0, 12]
+
+
 def test_conversions_that_can_not_be_cut_up_are_refused() -> None:
     entries = {"a": info(2), "b": info(2)}
     with pytest.raises(ValueError, match="treat each group of tensors by itself"):
