@@ -90,6 +90,7 @@ class WeightSender:
         self._lock = threading.Lock()
         self._closed = False
         self._sync = 0
+        self._timer = StageTimer()
         error: Exception | None = None
         try:
             if self._group.is_sender and client is None:
@@ -142,6 +143,11 @@ class WeightSender:
         """Whether this rank talks to the server."""
         return self._group.is_sender
 
+    @property
+    def spans(self) -> tuple[tuple[str, int, float, float], ...]:
+        """The stages of the last `send` on this rank: name, bucket (or -1), begin and end in seconds since it began."""
+        return tuple(self._timer.spans)
+
     def send(self, version: int | str | None = None) -> TransferStats:
         """All ranks, collective: give every worker exactly the weights of now, and publish `version`.
 
@@ -183,7 +189,7 @@ class WeightSender:
 
     def _send(self, version: str | None) -> TransferStats:
         self._sync += 1
-        timer = StageTimer()
+        timer = self._timer = StageTimer()
         try:
             worker = self._delivery.deliver(version, self._sync, timer)
         except WeightSyncError as error:

@@ -1,0 +1,85 @@
+"""The caller's side of `recipes.worker_extension`: one call, every worker's answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from recipes.weight_digest import Verdict, compare
+
+
+class WorkerProbe:
+    """Asks every worker of a server.
+
+    Args:
+        url: The server, started with the extension and in development mode, on this machine.
+        num_workers: Workers over all data-parallel replicas.
+        timeout_s: Seconds for one call.
+    """
+
+    def __init__(self, url: str, num_workers: int, timeout_s: float = 120.0) -> None:
+        self.url, self.num_workers, self.timeout_s = url, num_workers, timeout_s
+        self._session = requests.Session()
+        self._session.trust_env = False
+
+    def call(self, method: str, *args: str) -> list[dict[str, Any]]:
+        """Call a method on every worker.
+
+        Raises:
+            RuntimeError: The server refused, a worker failed, or not all of them answered.
+        """
+        folder = tempfile.mkdtemp(prefix="probe-")
+        try:
+            answer = self._session.post(
+                f"{self.url}/collective_rpc",
+                json={"method": method, "args": [folder, *args]},
+                timeout=self.timeout_s,
+            )
+            if not answer.ok:
+                raise RuntimeError(f"{method}: status {answer.status_code}: {answer.text[:2000]}")
+            results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        errors = [result["error"] for result in results if "error" in result]
+        if errors:
+            raise RuntimeError(f"{method}: {errors[0]}")
+        if len(results) != self.num_workers:
+            raise RuntimeError(f"{method}: {len(results)} of {self.num_workers} workers answered")
+        return [result["ok"] for result in results]
+
+    def digests(self) -> list[dict[str, str]]:
+        """Digests by parameter, a dict a worker."""
+        return self.call("check_digests")
+
+    def scramble(self) -> None:
+        """Flip bits of all parameters."""
+        self.call("check_scramble")
+
+    def memory(self, *, reset: bool = False) -> list[dict[str, Any]]:
+        """Allocator figures, a dict a worker."""
+        return self.call("check_memory", "yes" if reset else "no")
+
+    def verify(self, expected: Mapping[str, tuple[str, ...]], *, sharded_experts: bool = False) -> Verdict:
+        """Compare every worker with the expectation.
+
+        Under expert parallelism each expert must be on some worker.
+
+        Returns:
+            The first worker's verdict that is not good, else one that counts the parameters of all.
+        """
+        total = Verdict()
+        found: set[str] = set()
+        for held in self.digests():
+            verdict = compare(expected, held, sharded_experts=sharded_experts)
+            if not verdict.good:
+                return verdict
+            total.checked += verdict.checked
+            found |= {name.replace(".routed_experts.", ".") for name in held}
+        total.missing = [name for name in expected if name not in found]
+        return total
