@@ -120,7 +120,8 @@ class HandTrainer:
         self.known, self.sync = None, 0
         self._free()
         endpoints = [
-            {"device": key, "control": control.name} for key, control in zip(self.keys, self.controls, strict=True)
+            {"device": key, "control": control.name}
+            for key, control in zip(self.keys, self.controls, strict=True)
         ]
         info = {
             "protocol": 1,
@@ -137,7 +138,7 @@ class HandTrainer:
         layout: Layout,
         *,
         version: str | None = None,
-        before_bucket: Callable[[int], None] | None = None,
+        before_bucket: Callable[[int], object] | None = None,
         finish: bool = True,
     ) -> list[dict[str, Any] | None]:
         """One sync; returns each worker's report. Raises what the server or a control block says."""
@@ -161,7 +162,9 @@ class HandTrainer:
                 control.fail(self.sync, f"trainer: {error}")
             thread.join()
             # The server's own text says more than that the worker failed.
-            raise failure[0] if failure else error
+            if failure:
+                raise failure[0] from error
+            raise
         thread.join()
         if failure:
             raise failure[0]
@@ -196,7 +199,7 @@ class HandTrainer:
     def _produce(
         self,
         layout: Layout,
-        before_bucket: Callable[[int], None] | None,
+        before_bucket: Callable[[int], object] | None,
         thread: threading.Thread,
         failure: list[BaseException],
     ) -> None:

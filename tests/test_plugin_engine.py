@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,14 +55,18 @@ def vllm() -> Iterator[InProcess]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def served(request: pytest.FixtureRequest, vllm: InProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def served(
+    request: pytest.FixtureRequest, vllm: InProcess, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """One model to update, and what vLLM makes of the new weights when it loads them from a checkpoint."""
     config = qwen3_config(tied=request.param)
     folder = tmp_path_factory.mktemp("models")
     model, vllm_config = vllm.build(write_checkpoint(folder / "old", config, qwen3_weights(config, seed=1)))
     fresh = {}
     for seed in (2, 3):
-        other, _ = vllm.build(write_checkpoint(folder / f"new{seed}", config, qwen3_weights(config, seed=seed)))
+        other, _ = vllm.build(
+            write_checkpoint(folder / f"new{seed}", config, qwen3_weights(config, seed=seed))
+        )
         fresh[seed] = computed_weights(other)
     return {"config": config, "model": model, "vllm_config": vllm_config, "fresh": fresh}
 
@@ -93,13 +96,18 @@ def test_packed_gives_what_a_fresh_load_gives(
 ) -> None:
     with HandTrainer(EngineRoutes(engine)) as trainer:
         (hello,) = trainer.connect()
-        assert hello is not None and hello["kind"] == "hello" and hello["worker_index"] == 0
+        assert hello is not None
+        assert (hello["kind"], hello["worker_index"]) == ("hello", 0)
         for seed in (2, 3, 2):
             named = _named(served, seed)
             (report,) = trainer.send(packed_layout(named, num_buckets=num_buckets))
             _assert_serves(served, seed)
             assert report is not None
-            assert (report["kind"], report["sync"], report["num_tensors"]) == ("sync", trainer.sync, len(named))
+            assert (report["kind"], report["sync"], report["num_tensors"]) == (
+                "sync",
+                trainer.sync,
+                len(named),
+            )
             assert report["loader_params"] + report["replayed_params"] > 0
         engine.shutdown()
 
@@ -159,12 +167,18 @@ NORM = "model.norm.weight"
 REFUSED = {
     "missing piece": (_without(K_PROJ), ["model.layers.1.self_attn.qkv_proj.weight", "q_proj"]),
     "missing parameter": (_without(NORM), [NORM, "nothing was sent"]),
-    "unknown": (_also("model.layers.0.mlp.extra.weight"), ["does not know", "model.layers.0.mlp.extra.weight"]),
+    "unknown": (
+        _also("model.layers.0.mlp.extra.weight"),
+        ["does not know", "model.layers.0.mlp.extra.weight"],
+    ),
     "two unknown": (
         lambda named: _also("model.layers.9.x")(_also("nonsense")(named)),
         ["model.layers.9.x", "nonsense"],
     ),
-    "duplicate": (lambda named: [*named, named[3]], ["more than once", "model.layers.0.self_attn.k_proj.weight"]),
+    "duplicate": (
+        lambda named: [*named, named[3]],
+        ["more than once", "model.layers.0.self_attn.k_proj.weight"],
+    ),
     "long": (_with(DOWN, lambda t: torch.cat([t, t], 1)), ["wrong shapes", DOWN, "[64, 192]"]),
     "short": (_with(DOWN, lambda t: t[:, :-1]), ["wrong shapes", DOWN]),
     "broadcast": (_with(NORM, lambda t: t[:1]), ["wrong shapes", NORM]),
@@ -193,7 +207,8 @@ def test_field_a_half_sent_model_is_refused_by_name_before_data_moves(
         assert max(produced) <= 2
         _assert_serves(served, 2)
         after = dict(served["model"].named_parameters(remove_duplicate=False))
-        assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+        assert after.keys() == before.keys()
+        assert all(after[name] is before[name] for name in before)
         trainer.connect()
         trainer.send(packed_layout(_named(served, 3), num_buckets=4))
         _assert_serves(served, 3)
@@ -211,7 +226,9 @@ def test_allow_missing_lets_named_parameters_keep_their_weights(
         assert torch.equal(served["model"].model.norm.weight, norm)
 
 
-def test_a_failed_update_leaves_the_model_whole_and_the_next_one_works(served: dict[str, Any], engine: Any) -> None:
+def test_a_failed_update_leaves_the_model_whole_and_the_next_one_works(
+    served: dict[str, Any], engine: Any
+) -> None:
     def fail_at_three(bucket: int) -> None:
         if bucket == 3:
             raise OSError("gather failed")
@@ -220,7 +237,9 @@ def test_a_failed_update_leaves_the_model_whole_and_the_next_one_works(served: d
     with HandTrainer(routes) as trainer:
         trainer.connect()
         trainer.send(packed_layout(_named(served, 2), num_buckets=4))
-        identities = {name: id(param) for name, param in served["model"].named_parameters(remove_duplicate=False)}
+        identities = {
+            name: id(param) for name, param in served["model"].named_parameters(remove_duplicate=False)
+        }
         with pytest.raises(Exception, match="gather failed"):
             trainer.send(packed_layout(_named(served, 3), num_buckets=4), before_bucket=fail_at_three)
         assert not routes.active

@@ -63,9 +63,17 @@ def _served(server: Server, replica: int) -> Served:
     assert answer.status_code == requests.codes.ok, answer.text
     prefix = f"dp{replica}:"
     checksums = {
-        key.rpartition(":")[2]: value for key, value in answer.json()["checksums"].items() if key.startswith(prefix)
+        key.rpartition(":")[2]: value
+        for key, value in answer.json()["checksums"].items()
+        if key.startswith(prefix)
     }
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": 0,
+    }
     answer = requests.post(
         f"{server.url}/v1/completions", json=body, headers={"X-data-parallel-rank": str(replica)}, timeout=60
     )
@@ -126,7 +134,9 @@ def test_both_replicas_serve_what_a_checkpoint_load_serves(
     assert _served(server, 0).logprobs != loaded[2].logprobs
     hellos = trainer.connect()
     assert [hello and hello["worker_index"] for hello in hellos] == [0, 1]
-    assert all(hello is not None and hello["kind"] == "hello" and hello["experts"] is None for hello in hellos)
+    assert all(
+        hello is not None and hello["kind"] == "hello" and hello["experts"] is None for hello in hellos
+    )
     reports = trainer.send(packed_layout(_named(2), num_buckets=5), version="packed")
     assert [report and (report["kind"], report["sync"], report["num_tensors"]) for report in reports] == [
         ("sync", 1, len(_named(2)))
@@ -147,8 +157,14 @@ def test_both_replicas_serve_what_a_checkpoint_load_serves(
 NORM = "model.norm.weight"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 REFUSED: dict[str, tuple[Any, list[str]]] = {
-    "unknown": (lambda n: [*n, ("model.nonsense", torch.zeros(3))], ["does not know", "does not know", "nonsense"]),
-    "missing": (lambda n: [(k, t) for k, t in n if k != K_PROJ], ["not get all", "layers.1.self_attn.qkv_proj"]),
+    "unknown": (
+        lambda n: [*n, ("model.nonsense", torch.zeros(3))],
+        ["does not know", "does not know", "nonsense"],
+    ),
+    "missing": (
+        lambda n: [(k, t) for k, t in n if k != K_PROJ],
+        ["not get all", "layers.1.self_attn.qkv_proj"],
+    ),
     "duplicate": (lambda n: [*n, n[4]], ["more than once", "layers.0.self_attn.v_proj"]),
     "shape": (lambda n: [(k, t[:-1] if k == NORM else t) for k, t in n], ["wrong shapes", NORM]),
     "dtype": (lambda n: [(k, t.float() if k == NORM else t) for k, t in n], ["round", NORM]),
@@ -171,7 +187,9 @@ def test_refusals_name_the_tensor_publish_nothing_and_leave_the_server_working(
     _assert_serves(server, loaded[2])
 
 
-def test_tokens_and_sessions_are_checked(server: Server, trainer: HandTrainer, loaded: dict[int, Served]) -> None:
+def test_tokens_and_sessions_are_checked(
+    server: Server, trainer: HandTrainer, loaded: dict[int, Served]
+) -> None:
     trainer.connect()
     trainer.send(packed_layout(_named(2), num_buckets=4), version="token")
     with (
@@ -219,6 +237,8 @@ def test_an_update_left_open_is_closed_by_an_abort(
         with pytest.raises(RuntimeError, match="already"):
             successor.send(packed_layout(_named(2), num_buckets=4))
         with pytest.raises(RuntimeError, match="aborted: the trainer before"):
-            successor.routes.update({"session": successor.session, "abort": "the trainer before left it open"})
+            successor.routes.update(
+                {"session": successor.session, "abort": "the trainer before left it open"}
+            )
         successor.send(packed_layout(_named(2), num_buckets=4), version="successor")
         _assert_serves(server, loaded[2])

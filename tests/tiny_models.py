@@ -11,7 +11,9 @@ import torch
 VOCAB = 192
 
 
-def qwen3_config(*, tied: bool = False, layers: int = 2, dtype: str = "bfloat16", **overrides: Any) -> dict[str, Any]:
+def qwen3_config(
+    *, tied: bool = False, layers: int = 2, dtype: str = "bfloat16", **overrides: Any
+) -> dict[str, Any]:
     """A Qwen3 of a few thousand parameters, with head sizes that vLLM's CPU attention knows."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -69,7 +71,9 @@ def qwen3_weights(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tenso
     }
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None
+) -> Path:
     """Write config and a word tokenizer, and the weights if there are any (without: `--load-format dummy`)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

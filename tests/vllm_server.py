@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def post(self, route: str, body: object | None = None, *, timeout_s: float = 120.0) -> requests.Response:
+    def post(self, route: str, body: Any = None, *, timeout_s: float = 120.0) -> requests.Response:
         """POST JSON; the caller looks at the status."""
         return requests.post(f"{self.url}{route}", json=body, timeout=timeout_s)
 
@@ -85,7 +85,14 @@ def vllm_server(
     port = _free_port()
     command = [sys.executable, "-m", _MODULE, "--model", str(model), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", load_format, "--dtype", dtype]
-    command += ["--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-log-requests"]
+    command += [
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "8",
+        "--enforce-eager",
+        "--no-enable-log-requests",
+    ]
     if weight_transfer_config is not None:
         command += ["--weight-transfer-config", json.dumps(dict(weight_transfer_config))]
     if runner is not None:
@@ -124,14 +131,18 @@ def _wait_healthy(server: Server, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         if server.process.poll() is not None:
-            raise RuntimeError(f"vLLM ended with {server.process.returncode}; its log ends:\n{server.log_tail()}")
+            raise RuntimeError(
+                f"vLLM ended with {server.process.returncode}; its log ends:\n{server.log_tail()}"
+            )
         try:
             if server.get("/health", timeout_s=5).status_code == 200:
                 return
         except requests.RequestException:
             pass
         if time.monotonic() > deadline:
-            raise RuntimeError(f"vLLM did not answer within {timeout_s} s; its log ends:\n{server.log_tail()}")
+            raise RuntimeError(
+                f"vLLM did not answer within {timeout_s} s; its log ends:\n{server.log_tail()}"
+            )
         time.sleep(0.5)
 
 
@@ -148,10 +159,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     for pid, started in family.items():
         # A pid may have been given to another process meanwhile; the start time tells.
         if _started(pid) == started:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 def _descendants(root: int) -> dict[int, str]:

@@ -92,7 +92,9 @@ def check(model: nn.Module, buckets: Sequence[Sequence[TensorRow]], *, vllm_conf
         )
         return False
     if findings.skipped:
-        logger.info("vLLM leaves out %d sent tensor(s): %s", len(findings.skipped), names_text(findings.skipped))
+        logger.info(
+            "vLLM leaves out %d sent tensor(s): %s", len(findings.skipped), names_text(findings.skipped)
+        )
     if (text := findings.error()) is not None:
         raise ValueError(f"fsdp_ipc: refused before any data moved; {text}")
     return True
@@ -119,9 +121,7 @@ def examine(model: nn.Module, buckets: Sequence[Sequence[TensorRow]], *, vllm_co
     return findings
 
 
-def _load_bucket(
-    model: Any, rows: Sequence[TensorRow], recorder: Recorder, findings: Findings
-) -> None:
+def _load_bucket(model: Any, rows: Sequence[TensorRow], recorder: Recorder, findings: Findings) -> None:
     """Hand a bucket to the model as the sync will; on an error find whose it is and go on after it."""
     pending = list(rows)
     while pending:
@@ -129,7 +129,7 @@ def _load_bucket(
         try:
             model.load_weights(_incoming(pending, recorder, handed))
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever a model's loader raises
             _blame(model, handed[-_LOOK_BACK:], recorder, findings, error)
         if len(findings.unknown) + len(findings.misfit) >= MAX_BLAMED:
             return
@@ -169,7 +169,11 @@ def _blame(
         if _wants_data(alone):
             raise UnusableError(f"{row.name}: {alone}") from alone
         sent = f"{row.name} (sent as {_dtype_name(row.dtype)}{list(row.shape)}; vLLM: {_reason(alone)})"
-        if isinstance(alone, KeyError) or "no module or parameter" in str(alone) or "nested weight" in str(alone):
+        if (
+            isinstance(alone, KeyError)
+            or "no module or parameter" in str(alone)
+            or "nested weight" in str(alone)
+        ):
             findings.unknown.append(sent)
         else:
             findings.misfit.append(sent)
@@ -180,7 +184,7 @@ def _blame(
 def _try_alone(model: Any, row: TensorRow, recorder: Recorder, *, real: bool) -> Exception | None:
     try:
         model.load_weights(_incoming([row], recorder, [], real=real))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever a model's loader raises
         return error
     return None
 
@@ -211,7 +215,9 @@ def _judge_sources(
         elif whole and not quantized and source.read_bytes() < source.nbytes:
             # Loaders cut out the part that they expect, so a tensor that is too long goes unnoticed in them.
             used = source.read_bytes() // row.dtype.itemsize
-            findings.misfit.append(f"{sent}; vLLM would use {used} of {source.nbytes // row.dtype.itemsize} elements)")
+            findings.misfit.append(
+                f"{sent}; vLLM would use {used} of {source.nbytes // row.dtype.itemsize} elements)"
+            )
 
 
 def _judge_targets(
@@ -224,10 +230,14 @@ def _judge_targets(
 ) -> None:
     quantized = vllm_config.model_config.quantization is not None
     by_name = {target.name: target for target in recorder.targets.values()}
-    allowed = [pattern.strip() for pattern in os.environ.get(ALLOW_MISSING_ENV, "").split(",") if pattern.strip()]
+    allowed = [
+        pattern.strip() for pattern in os.environ.get(ALLOW_MISSING_ENV, "").split(",") if pattern.strip()
+    ]
     for prefix, layer in model.named_modules():
         own = [f"{prefix}.{name}" if prefix else name for name in (*layer._parameters, *layer._buffers)]
-        touched = any(name in by_name and _was_written(by_name[name], targets[name], recorder) for name in own)
+        touched = any(
+            name in by_name and _was_written(by_name[name], targets[name], recorder) for name in own
+        )
         for qualified in own:
             target = by_name.get(qualified)
             if target is None:
@@ -286,11 +296,12 @@ def _on_meta(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[s
     targets: dict[str, torch.Tensor] = {}
     owners: dict[int, list[str]] = {}
     ties: dict[str, list[str]] = {}
-    torchao = getattr(model, "_do_torchao_reload", None)
+    root: Any = model
+    torchao = getattr(root, "_do_torchao_reload", None)
     try:
         if torchao is not None:
             # With it set, `load_weights` opens a reload of its own.
-            model._do_torchao_reload = False  # type: ignore[assignment]
+            root._do_torchao_reload = False
         for prefix, layer in model.named_modules():
             params, buffers = _formats(layer)
             saved.append((layer, dict(layer._parameters), dict(layer._buffers)))
@@ -305,7 +316,7 @@ def _on_meta(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[s
                 if live is layer._parameters:
                     # Parameters that processing made are no part of the loading format.
                     live.clear()
-                live.update(replaced)  # type: ignore[arg-type]
+                live.update(replaced)
         yield targets, ties
     finally:
         for layer, params_before, buffers_before in saved:
@@ -314,7 +325,7 @@ def _on_meta(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], dict[s
             layer._buffers.clear()
             layer._buffers.update(buffers_before)
         if torchao is not None:
-            model._do_torchao_reload = torchao
+            root._do_torchao_reload = torchao
 
 
 def _formats(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -322,9 +333,12 @@ def _formats(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
     from vllm.model_executor.model_loader.reload import meta as reload_meta
 
     in_place = reload_meta.SKIP_TENSORS
-    never_loaded = getattr(reload_meta, "SKIP_LOAD_TENSORS", reload_meta.SKIP_TENSORS) - {"e_score_correction_bias"}
-    live_params = {name: param for name, param in layer._parameters.items() if param is not None}
-    live_buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
+    never_loaded = getattr(reload_meta, "SKIP_LOAD_TENSORS", reload_meta.SKIP_TENSORS) - {
+        "e_score_correction_bias"
+    }
+    live_params: dict[str, torch.Tensor] = {
+        name: param for name, param in layer._parameters.items() if param is not None
+    }
     if type(layer).__name__ in reload_meta.SKIP_MODULES:
         return {}, {}
     params, buffers = layer_info(layer).restore_metadata

@@ -36,9 +36,11 @@ class Target:
 
     @property
     def names(self) -> set[str]:
+        """Incoming names that wrote here."""
         return set().union(*(write.names for write in self.writes))
 
     def covered_bytes(self) -> int:
+        """Bytes written at least once."""
         return span_bytes((write.start, write.end) for write in self.writes)
 
     def overlaps(self) -> set[str]:
@@ -65,6 +67,7 @@ class Source:
     broadcast: str | None = None
 
     def read_bytes(self) -> int:
+        """Bytes read at least once."""
         return span_bytes(self.read)
 
 
@@ -72,7 +75,7 @@ class Recorder(TorchDispatchMode):
     """Follows incoming tensors through views and computations into targets, by the identity of their storage."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.targets: dict[int, Target] = {}
         self.sources: dict[str, Source] = {}
         self._incoming: dict[int, str] = {}
@@ -178,7 +181,9 @@ def byte_spans(view: torch.Tensor) -> list[Span] | None:
     """The bytes of its storage that a view covers, as runs; None for a view of too many runs."""
     if view.numel() == 0:
         return []
-    dims = sorted((stride, size) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1)
+    dims = sorted(
+        (int(stride), int(size)) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1
+    )
     length = 1
     while dims and dims[0][0] <= length:
         stride, size = dims.pop(0)
@@ -189,7 +194,7 @@ def byte_spans(view: torch.Tensor) -> list[Span] | None:
         count *= size
     if count > MAX_RUNS:
         return None
-    starts = [view.storage_offset()]
+    starts = [int(view.storage_offset())]
     for stride, size in dims:
         starts = [start + stride * index for start in starts for index in range(size)]
     item = view.element_size()

@@ -25,7 +25,7 @@ from fsdp_ipc.handles import IpcHandle, OpenedBuffer, device_key, normalize_devi
 from fsdp_ipc.version import __version__
 from fsdp_ipc.vllm_plugin import completeness
 from fsdp_ipc.vllm_plugin.experts import held_experts
-from fsdp_ipc.vllm_plugin.loader import LayerwiseLoader, LoadCounts, WeightLoader
+from fsdp_ipc.vllm_plugin.loader import LayerwiseLoader, LoadCounts, WeightLoader, half_open_layers, heal
 from fsdp_ipc.vllm_plugin.payload import (
     AbortInfo,
     Endpoint,
@@ -38,7 +38,7 @@ from fsdp_ipc.vllm_plugin.payload import (
 
 logger = logging.getLogger(__name__)
 
-TOKEN_ENV = "FSDP_IPC_TOKEN"
+TOKEN_ENV = "FSDP_IPC_TOKEN"  # noqa: S105  the name of the variable
 MAX_PLANS = 8
 
 
@@ -56,13 +56,14 @@ class _Session:
     timeout_s: float
     plans: dict[str, _KnownPlan] = field(default_factory=dict)
     epoch: int | None = None
+    handles: tuple[IpcHandle, ...] = ()
     buffers: list[OpenedBuffer] = field(default_factory=list)
     last_sync: int = 0
 
     def close_buffers(self) -> None:
         for plan in self.plans.values():
             plan.views = None
-        buffers, self.buffers, self.epoch = self.buffers, [], None
+        buffers, self.buffers, self.handles, self.epoch = self.buffers, [], (), None
         for buffer in buffers:
             buffer.close()
 
@@ -87,7 +88,7 @@ class _Update:
     wait_s: float = 0.0
 
 
-class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, type-arg]
+class FSDPIPCWeightTransferEngine(WeightTransferEngine):
     """Receives weights over the native wire; vLLM's factory builds one in each worker.
 
     The constructor's arguments differ between vLLM releases and go to vLLM's base class as they come.
@@ -144,7 +145,12 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
                 "experts": held_experts(self.model),
             }
         )
-        logger.info("Weight sync session %s: worker %d reads from %s.", init_info.session, self.worker_index, endpoint.device)
+        logger.info(
+            "Weight sync session %s: worker %d reads from %s.",
+            init_info.session,
+            self.worker_index,
+            endpoint.device,
+        )
 
     def start_weight_update(self) -> None:
         """Check that a session is open and the model whole; data comes with `update_weights`.
@@ -153,7 +159,9 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
             ValueError: No handshake came before.
         """
         if self._session is None:
-            raise ValueError("fsdp_ipc: no session. Call init_weight_transfer_engine before start_weight_update.")
+            raise ValueError(
+                "fsdp_ipc: no session. Call init_weight_transfer_engine before start_weight_update."
+            )
         self._abort_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -180,7 +188,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
             raise UpdateAbortedError(f"fsdp_ipc: update aborted: {update_info.abort}")
         try:
             self._receive(session, update_info)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update_info.sync, error)
 
     def finish_weight_update(self) -> None:
@@ -197,7 +205,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
         try:
             counts = update.loader.finish()
             self._synchronize()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update.sync, error)
         self._update = None
         update.load_s += time.monotonic() - began
@@ -244,15 +252,16 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
 
     def _receive(self, session: _Session, info: UpdateInfo) -> None:
         if info.sync <= session.last_sync:
-            raise ValueError(f"fsdp_ipc: sync {info.sync} comes after sync {session.last_sync}; expected a higher number.")
+            raise ValueError(
+                f"fsdp_ipc: sync {info.sync} comes after sync {session.last_sync}; expected a higher number."
+            )
         self._abort_update()
         session.last_sync = info.sync
         plan = self._known_plan(session, info)
         views = self._views(session, info, plan)
-        if self._loader is None or getattr(self._loader, "model", None) is not self.model:
+        if self._loader is None or self._loader.model is not self.model:
             self._loader = self._make_loader()
-        if isinstance(self._loader, LayerwiseLoader):
-            self._loader.examined = plan.examined
+        self._loader.examined = plan.examined
         update = self._update = _Update(sync=info.sync, loader=self._loader)
         began = time.monotonic()
         update.loader.start(f"{info.plan_digest}:{info.epoch}")
@@ -284,7 +293,9 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
             session.plans.pop(next(iter(session.plans)))
         return known
 
-    def _views(self, session: _Session, info: UpdateInfo, plan: _KnownPlan) -> list[list[tuple[str, torch.Tensor]]]:
+    def _views(
+        self, session: _Session, info: UpdateInfo, plan: _KnownPlan
+    ) -> list[list[tuple[str, torch.Tensor]]]:
         if info.allocations is None:
             if session.epoch != info.epoch:
                 raise ValueError(
@@ -294,10 +305,12 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
         else:
             handles = _handles_for(info.allocations, session.device, self.device.type)
             check_bounds(plan.buckets, [handle.nbytes for handle in handles])
-            session.close_buffers()
-            for handle in handles:
-                session.buffers.append(open_handle(handle, self.device))
-            session.epoch = info.epoch
+            # The sender repeats them with each new plan. An export may be opened and released once only.
+            if (info.epoch, handles) != (session.epoch, session.handles):
+                session.close_buffers()
+                for handle in handles:
+                    session.buffers.append(open_handle(handle, self.device))
+                session.epoch, session.handles = info.epoch, handles
         if plan.views is None:
             check_bounds(plan.buckets, [buffer.bytes.numel() for buffer in session.buffers])
             plan.views = [[(row.name, _view(row, session.buffers)) for row in rows] for rows in plan.buckets]
@@ -313,6 +326,10 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, t
         if self._loader is None:
             self._loader = self._make_loader()
         self._loader.abort()
+        # Somebody else's failed reload, such as one of vLLM's own.
+        if half_open_layers(self.model):
+            logger.warning("The model was left half-open by an earlier reload; restoring its parameters.")
+            heal(self.model, self.model_config)
 
     def _fail(self, session: _Session, sync: int, error: BaseException) -> NoReturn:
         """Tell the trainer rank first, because it may be waiting for this worker; then restore, then raise."""
@@ -353,7 +370,9 @@ def _handles_for(
     wanted = "cuda" if device_type == "cuda" else "shm"
     for handle in handles:
         if handle.kind != wanted:
-            raise ValueError(f"fsdp_ipc: this worker runs on {device_type} and needs {wanted!r} handles, got {handle.kind!r}.")
+            raise ValueError(
+                f"fsdp_ipc: this worker runs on {device_type} and needs {wanted!r} handles, got {handle.kind!r}."
+            )
     return handles
 
 

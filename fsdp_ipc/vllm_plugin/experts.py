@@ -21,21 +21,26 @@ def held_experts(model: nn.Module) -> dict[str, list[int]] | None:
         return _held_experts(model)
     except Exception:
         # Sending all experts is always right; a vLLM release that names things differently costs speed only.
-        logger.warning("Could not read this model's expert placement; all experts will be sent.", exc_info=True)
+        logger.warning(
+            "Could not read this model's expert placement; all experts will be sent.", exc_info=True
+        )
         return None
 
 
 def _held_experts(model: nn.Module) -> dict[str, list[int]] | None:
     held: dict[str, list[int]] = {}
     for name, module in model.named_modules():
-        # `_expert_map` is the layer's table, global id to local slot or -1, present only under expert parallelism.
+        # The layer's table from global id to local slot, or -1: a tensor only under expert parallelism.
         table: Any = getattr(module, "_expert_map", None)
         if not isinstance(table, torch.Tensor):
             continue
-        if getattr(module, "enable_eplb", False):
+        parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
+        manager = getattr(module, "expert_map_manager", None)
+        moving = getattr(parallel, "enable_eplb", False) or getattr(manager, "num_redundant_experts", 0)
+        # Shared experts that vLLM fused into the table have no global id in a checkpoint.
+        if moving or getattr(manager, "num_fused_shared_experts", 0):
             return None
-        slots = table.tolist()
-        local = sorted((slot, expert) for expert, slot in enumerate(slots) if slot >= 0)
+        local = sorted((slot, expert) for expert, slot in enumerate(table.tolist()) if slot >= 0)
         if [slot for slot, _ in local] != list(range(len(local))):
             return None
         held[name.removesuffix(".routed_experts")] = [expert for _, expert in local]

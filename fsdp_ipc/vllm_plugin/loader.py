@@ -50,7 +50,15 @@ class LoadCounts:
 
 
 class WeightLoader(Protocol):
-    """What the engine drives: one `start`, one `load` a bucket, then `finish` or `abort`. Both end it."""
+    """What the engine drives: one `start`, one `load` a bucket, then `finish` or `abort`. Both end it.
+
+    Attributes:
+        model: The model that is loaded.
+        examined: Set by the engine before `start`: whether the names were shown to fill every parameter.
+    """
+
+    model: nn.Module
+    examined: bool
 
     def start(self, plan_key: str) -> None:
         """Open an update. Equal keys mean the same names at the same addresses as last time."""
@@ -91,19 +99,21 @@ class LayerwiseLoader:
         self._open = False
         self._num_tensors = 0
 
-    def start(self, plan_key: str) -> None:
+    def start(self, plan_key: str) -> None:  # noqa: ARG002  this loader remembers nothing
         """Heal what an earlier failure left, then open vLLM's reload."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if half_open_layers(self.model):
-            logger.warning("An earlier weight update was left half-open; restoring the model's parameters first.")
+            logger.warning(
+                "An earlier weight update was left half-open; restoring the model's parameters first."
+            )
             heal(self.model, self.model_config)
         self._num_tensors = 0
         self._open = True
         self._cpu.install()
         initialize_layerwise_reload(self.model)
 
-    def load(self, bucket: int, tensors: NamedTensors, *, keep_alive: bool) -> None:
+    def load(self, bucket: int, tensors: NamedTensors, *, keep_alive: bool) -> None:  # noqa: ARG002
         """Hand the tensors to the model's `load_weights`, as vLLM's own engines do.
 
         vLLM holds each tensor until its layer is complete, so tensors that will be overwritten are copied, one at a
@@ -111,7 +121,8 @@ class LayerwiseLoader:
         """
         self._num_tensors += len(tensors)
         with torch.no_grad(), without_mtp_check():
-            self.model.load_weights(self._handed_over(tensors, keep_alive))
+            load_weights: Any = self.model.load_weights
+            load_weights(self._handed_over(tensors, keep_alive))
 
     def _handed_over(self, tensors: NamedTensors, keep_alive: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
@@ -160,7 +171,7 @@ class LayerwiseLoader:
         self._cpu.remove()
 
     def _unfinished(self, waiting: Sequence[tuple[str, nn.Module]]) -> list[str]:
-        """vLLM parameters that should have got weights and did not, by name."""
+        """VLLM parameters that should have got weights and did not, by name."""
         open_ids = {id(layer) for _, layer in waiting}
         done = {
             id(param)
@@ -173,7 +184,7 @@ class LayerwiseLoader:
             info = layer_info(layer)
             if is_attention(layer):
                 continue
-            params = (info.kernel_tensors or ({}, {}))[0]
+            params: dict[str, torch.Tensor] = (info.kernel_tensors or ({}, {}))[0]
             arrived = {name for name, _ in info.loaded_weights}
             if info.load_numel <= 0:
                 # A tie is loaded with its other owner. A proven plan has nothing for this layer by vLLM's own rules.
@@ -227,7 +238,7 @@ def is_attention(layer: nn.Module) -> bool:
 
 
 def layer_info(layer: nn.Module) -> Any:
-    """vLLM's reload record of a layer, `LayerReloadingInfo`."""
+    """VLLM's reload record of a layer, `LayerReloadingInfo`."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return get_layerwise_info(layer)

@@ -78,7 +78,9 @@ class InitInfo:
         Raises:
             ValueError: Naming the field that is missing, unknown or out of range.
         """
-        fields = _object(obj, "init_info", required=("protocol", "session", "endpoints", "timeout_s"), optional=("token",))
+        fields = _object(
+            obj, "init_info", required=("protocol", "session", "endpoints", "timeout_s"), optional=("token",)
+        )
         protocol = _integer(fields["protocol"], "init_info.protocol", 0, 1 << 31)
         if protocol != PROTOCOL:
             raise ValueError(
@@ -96,7 +98,9 @@ class InitInfo:
             # The name is joined to a directory later on, so it must not be able to leave it.
             if not _CONTROL_FILE.fullmatch(control) or control.startswith("."):
                 raise ValueError(f"{where}.control: expected a plain file name, got {control!r}")
-            endpoints.append(Endpoint(device=_text(entry["device"], f"{where}.device", MAX_NAME), control=control))
+            endpoints.append(
+                Endpoint(device=_text(entry["device"], f"{where}.device", MAX_NAME), control=control)
+            )
         token = fields.get("token")
         return cls(
             session=_session(fields["session"], "init_info.session"),
@@ -119,6 +123,7 @@ class TensorRow:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -277,7 +282,9 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
     for index, row in enumerate(_array(obj, where, MAX_ROWS)):
         at = f"{where}[{index}]"
         if not isinstance(row, list) or len(row) != 6:
-            raise ValueError(f"{at}: expected [name, dtype, shape, bucket, allocation, offset], got {_shown(row)}")
+            raise ValueError(
+                f"{at}: expected [name, dtype, shape, bucket, allocation, offset], got {_shown(row)}"
+            )
         name = _text(row[0], f"{at}.name", MAX_NAME)
         if not name or not name.isprintable():
             raise ValueError(f"{at}.name: expected printable text, got {_shown(row[0])}")
@@ -285,7 +292,9 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
         dtype = DTYPES.get(row[1]) if isinstance(row[1], str) else None
         if dtype is None:
             raise ValueError(f"{at}.dtype: expected one of {', '.join(DTYPES)}, got {_shown(row[1])}")
-        shape = tuple(_integer(dim, f"{at}.shape", 0, MAX_BYTES) for dim in _array(row[2], f"{at}.shape", MAX_DIMS))
+        shape = tuple(
+            _integer(dim, f"{at}.shape", 0, MAX_BYTES) for dim in _array(row[2], f"{at}.shape", MAX_DIMS)
+        )
         nbytes = dtype.itemsize
         for dim in shape:
             nbytes *= dim
@@ -293,7 +302,9 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
                 raise ValueError(f"{at}.shape: {list(shape)} is more than {MAX_BYTES} bytes")
         offset = _integer(row[5], f"{at}.offset", 0, MAX_BYTES)
         if offset % dtype.itemsize:
-            raise ValueError(f"{at}.offset: {offset} is not a multiple of the {dtype.itemsize}-byte elements of {row[1]}")
+            raise ValueError(
+                f"{at}.offset: {offset} is not a multiple of the {dtype.itemsize}-byte elements of {row[1]}"
+            )
         rows.append(
             TensorRow(
                 name=name,
