@@ -63,6 +63,8 @@ def assemble(
     """
     local, held = part
     kind = spec.layout.kind
+    if spec.nbytes == 0:  # DTensor itself fails to redistribute some empty ones
+        return torch.empty(spec.shape, dtype=spec.wire_dtype, device=local.device)
     if kind == "whole":
         return local.contiguous()
     if kind == "owned":
@@ -79,7 +81,7 @@ def assemble(
             f"{spec.fqn}: planned as a DTensor {spec.layout.placements}, is a {type(held).__name__} now"
         )
     mesh = held.device_mesh
-    if kind == "shard" and spec.nbytes > 0:
+    if kind == "shard":
         axis, chunks = spec.layout.axis, spec.layout.num_shards
         rows = chunk_rows(spec.shape[0], chunks)
         out = torch.empty((chunks, rows, *spec.shape[1:]), dtype=spec.wire_dtype, device=local.device)
