@@ -24,8 +24,9 @@ from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.handles import IpcHandle, OpenedBuffer, device_key, normalize_device_key, open_handle
 from fsdp_ipc.version import __version__
 from fsdp_ipc.vllm_plugin import completeness
+from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
 from fsdp_ipc.vllm_plugin.experts import held_experts
-from fsdp_ipc.vllm_plugin.loader import LayerwiseLoader, LoadCounts, WeightLoader, half_open_layers, heal
+from fsdp_ipc.vllm_plugin.loader import LoadCounts, WeightLoader, half_open_layers, heal
 from fsdp_ipc.vllm_plugin.payload import (
     AbortInfo,
     Endpoint,
@@ -277,7 +278,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         update.load_s = time.monotonic() - began - update.wait_s
 
     def _make_loader(self) -> WeightLoader:
-        return LayerwiseLoader(self.model, self.model_config)
+        return CopyPlanLoader(self.model, self.model_config)
 
     def _known_plan(self, session: _Session, info: UpdateInfo) -> _KnownPlan:
         if info.plan is None:
