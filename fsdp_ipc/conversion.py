@@ -244,7 +244,8 @@ def hooked_conversion(view: nn.Module) -> Conversion | None:
         return None
 
     def convert(state: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        made: dict[str, torch.Tensor] = _holding(view, state, "").state_dict()
+        paths = {name[: end + 1] for name in state for end, char in enumerate(name) if char == "."}
+        made: dict[str, torch.Tensor] = _holding(view, state, paths, "").state_dict()
         return {name: value for name, value in made.items() if not name.endswith("_extra_state")}
 
     return convert
@@ -257,16 +258,17 @@ def _saves_by_itself(module: nn.Module) -> bool:
     )
 
 
-def _holding(module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str) -> nn.Module:
-    """A copy of the tree that holds the given tensors, and None where there is none, as its parameters and buffers."""
+def _holding(module: nn.Module, state: Mapping[str, torch.Tensor], paths: set[str], prefix: str) -> nn.Module:
+    """A copy of the part of the tree that has one of `paths`, with the given tensors as its parameters and buffers."""
     copy = object.__new__(type(module))
     copy.__dict__.update(
         module.__dict__,
         _parameters={key: state.get(prefix + key) for key in module._parameters},
         _buffers={key: state.get(prefix + key) for key in module._buffers},
         _modules={
-            key: None if child is None else _holding(child, state, f"{prefix}{key}.")
+            key: _holding(child, state, paths, f"{prefix}{key}.")
             for key, child in module._modules.items()
+            if child is not None and f"{prefix}{key}." in paths
         },
         _state_dict_pre_hooks={},  # FSDP2's would reshard the real module
     )

@@ -501,30 +501,35 @@ def test_recipes_of_a_671b_model_are_quick() -> None:
         if layer >= 3:
             entries[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = info(256, 4096, 7168)
             entries[f"model.layers.{layer}.mlp.experts.down_proj"] = info(256, 7168, 2048)
-    start = time.perf_counter()
+    start = time.process_time()
     recipes = Naming(experts=HALVES).recipes(entries)
     assert len(names_of(recipes)) == 61 * 5 + 58 * 256 * 3
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
-def _stacks_sharded(rank: int, world_size: int, experts: int) -> dict[str, torch.Tensor]:
+def _stacks_sharded(rank: int, world_size: int) -> dict[int, dict[str, torch.Tensor]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world_size,))
-    stack = distribute_tensor(expert_stack(experts, 3, 5, interleaved=False), mesh, [Shard(0)])
-    recipe = unfuse("experts.gate_up_proj", stack.shape, HALVES)
-    return made_by(recipe, stack.full_tensor())
+    result = {}
+    for experts in (3, 4):
+        stack = distribute_tensor(expert_stack(experts, 3, 5, interleaved=False), mesh, [Shard(0)])
+        recipe = unfuse("experts.gate_up_proj", stack.shape, HALVES)
+        result[experts] = made_by(recipe, stack.full_tensor())
+    return result
 
 
-@pytest.mark.parametrize("experts", [4, 3])
-def test_field_D1_from_shards(experts: int) -> None:
+def test_field_D1_from_shards() -> None:
     """https://github.com/modelscope/ms-swift/pull/9468: an uneven number of experts over two ranks, too."""
-    stack = expert_stack(experts, 3, 5, interleaved=False)
-    for made in run_ranks(_stacks_sharded, 2, experts):
-        assert len(made) == 2 * experts
-        assert all(torch.equal(made[f"experts.{e}.gate_proj.weight"], stack[e, :3]) for e in range(experts))
-        assert all(torch.equal(made[f"experts.{e}.up_proj.weight"], stack[e, 3:]) for e in range(experts))
+    for result in run_ranks(_stacks_sharded, 2):
+        for experts, made in result.items():
+            stack = expert_stack(experts, 3, 5, interleaved=False)
+            assert len(made) == 2 * experts
+            assert all(
+                torch.equal(made[f"experts.{e}.gate_proj.weight"], stack[e, :3]) for e in range(experts)
+            )
+            assert all(torch.equal(made[f"experts.{e}.up_proj.weight"], stack[e, 3:]) for e in range(experts))
 
 
 def test_nothing_here_warns() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_ipc.naming import naming_for
 from fsdp_ipc.recipe import EntryInfo
+from fsdp_ipc.source import DTensorSource
 from tests.runner import run_ranks
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: its models and adapters are the subject")
@@ -103,8 +104,7 @@ def _experts_on_two_axes(rank: int, world_size: int) -> tuple[list[str], int]:
     fully_shard(model, mesh=mesh)
     state = registered(model)
     two_axes = sum(isinstance(t, DTensor) and t.device_mesh.ndim == 2 for t in state.values())
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
-    made = stream(model, adapter, full)
+    made = dict(DTensorSource(model, naming=naming_for(model, adapter=adapter)))
     wrong = sorted(set(made) ^ set(wanted)) + [
         n for n in wanted if n in made and not torch.equal(made[n], wanted[n])
     ]
