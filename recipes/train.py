@@ -10,10 +10,12 @@ import contextlib
 import io
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import hydra
 import requests
@@ -39,7 +41,7 @@ from recipes.config import (
 )
 from recipes.models import build_model, write_model_dir
 from recipes.ranks import joined, on_rank0, own_device
-from recipes.report import Push, Report, matching_prefix, printable
+from recipes.report import Push, Report, matching_prefix
 from recipes.serve import Server
 
 # Ranks wait for the server in a collective, so that time comes on top.
@@ -92,38 +94,74 @@ class Trainer:
         return warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self._config.steps))))
 
 
-class Questions:
-    """Asks a server to continue the prompt, every replica for itself; rank 0 alone has one."""
+class Policy:
+    """The server as rank 0 sees it: started or found, asked for text; the other ranks have none.
 
-    def __init__(self, url: str, data: DataConfig, num_replicas: int) -> None:
-        self._url = url
-        self._data = data
-        self._num_replicas = num_replicas
+    Args:
+        job: The settings.
+        model_dir: Model that a started server serves.
+        log_path: Log of a started server.
+        num_replicas: Data-parallel size of a started server.
+        on_gpu: Whether a started server runs on GPUs.
+    """
+
+    def __init__(
+        self, job: JobConfig, model_dir: Path, log_path: Path, num_replicas: int, *, on_gpu: bool
+    ) -> None:
+        self._prompt, self._max_tokens = job.data.prompt, job.data.max_tokens
+        self._server: Server | None = None
+        self._num_replicas = 1
+        if job.server.url is None:
+            self._num_replicas = num_replicas
+            self._server = Server(
+                model_dir, num_replicas=num_replicas, config=job.server, log_path=log_path, on_gpu=on_gpu
+            )
+            self.url = self._server.url
+        else:
+            self.url = job.server.url
+        self._client = HTTPWeightSyncClient(self.url)
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy cannot reach this machine's loopback
-        self._model = self._session.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+
+    def wait(self, progress: Callable[[float, str], None]) -> None:
+        """Block until the server is healthy."""
+        if self._server is not None:
+            self._server.wait_healthy(progress)
+        self._client.health()
 
     def ask(self) -> str:
-        """Return the completion; if replicas disagree, those of all of them."""
+        """Return the continuation of the prompt by the weights of now; if replicas disagree, those of all of them."""
+        if self._server is not None:
+            self._server.check_alive()
+        self._client.reset_prefix_cache()  # an update leaves keys and values of the old weights behind
         with ThreadPoolExecutor(self._num_replicas) as pool:
             texts = list(pool.map(self._ask_replica, range(self._num_replicas)))
         if len(set(texts)) == 1:
             return texts[0]
-        return "\n".join(f"[replica {rank}] {text}" for rank, text in enumerate(texts))
+        return "\n".join(f"[replica {replica}] {text}" for replica, text in enumerate(texts))
 
-    def _ask_replica(self, rank: int) -> str:
+    def close(self) -> None:
+        """Stop the server if it was started here."""
+        if self._server is not None:
+            self._server.close()
+
+    @cached_property
+    def _model(self) -> str:
+        answer = self._session.get(f"{self.url}/v1/models", timeout=30)
+        return str(answer.json()["data"][0]["id"])
+
+    def _ask_replica(self, replica: int) -> str:
         body = {
             "model": self._model,
-            "prompt": self._data.prompt,
-            "max_tokens": self._data.max_tokens,
+            "prompt": self._prompt,
+            "max_tokens": self._max_tokens,
             "temperature": 0,
         }
-        headers = {"X-data-parallel-rank": str(rank)} if self._num_replicas > 1 else {}
-        answer = self._session.post(f"{self._url}/v1/completions", json=body, headers=headers, timeout=300)
+        headers = {"X-data-parallel-rank": str(replica)} if self._num_replicas > 1 else {}
+        answer = self._session.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
         if not answer.ok:
             raise RuntimeError(f"completion refused with status {answer.status_code}: {answer.text[:2000]}")
-        text: str = answer.json()["choices"][0]["text"]
-        return text
+        return str(answer.json()["choices"][0]["text"])
 
 
 def run(job: JobConfig, device: torch.device, out: Path) -> None:
@@ -142,25 +180,29 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
     began = time.monotonic()
+    text = read_text(job.data)
     with ExitStack() as stack:
         report = stack.enter_context(Report(steps=job.train.steps, active=rank == 0, prompt=job.data.prompt))
+        report.expected = continuation(text, job.data.prompt)
         model_dir = on_rank0(lambda: _model_dir(job, out))
-        server: Server | None = None
+        policies: list[Policy] = []  # rank 0 has one
 
         def start_server() -> str:
-            nonlocal server
-            if job.server.url is not None:
-                return job.server.url
-            server = Server(
-                model_dir,
-                num_replicas=world_size,
-                config=job.server,
-                log_path=out / "server.log",
-                on_gpu=device.type == "cuda",
-            )
-            stack.enter_context(server)
-            report.say(f"server starts at {server.url}, its log is {server.log_path}")
-            return server.url
+            log_path = out / "server.log"
+            policy = Policy(job, model_dir, log_path, world_size, on_gpu=device.type == "cuda")
+            stack.callback(policy.close)
+            policies.append(policy)
+            report.say(f"server at {policy.url}" + (f", log {log_path}" if job.server.url is None else ""))
+            return policy.url
+
+        def meet_server() -> float:
+            policies[0].wait(report.waiting)
+            report.ready(seconds := time.monotonic() - began)
+            report.before = policies[0].ask() if job.complete else None
+            return seconds
+
+        def ask() -> str:
+            return policies[0].ask()
 
         url = on_rank0(start_server)
         model = build_model(
@@ -170,33 +212,8 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
             seed=job.train.seed,
             compute_dtype=getattr(torch, job.train.compute_dtype),
         )
-        text = read_text(job.data)
         trainer = Trainer(model, _tokens(text, model_dir).to(device), job.train, rank)
-        client = HTTPWeightSyncClient(url)
         sender: WeightSender | None = None
-        questions: Questions | None = None
-
-        def meet_server() -> float:
-            nonlocal questions
-            if server is not None:
-                server.wait_healthy(report.waiting)
-            else:
-                client.health()
-            seconds = time.monotonic() - began
-            report.ready(seconds)
-            if job.complete:
-                questions = Questions(url, job.data, world_size if server is not None else 1)
-                report.expected = continuation(text, job.data.prompt)
-                report.before = questions.ask()
-                report.say(f"before any push it continues the prompt with: {printable(report.before[:60])}…")
-            return seconds
-
-        def ask() -> str | None:
-            if server is not None:
-                server.check_alive()
-            client.reset_prefix_cache()  # an update leaves keys and values of the old weights behind
-            return questions.ask() if questions is not None else None
-
         server_s, train_s = 0.0, 0.0
         for step in range(1, job.train.steps + 1):
             started = time.monotonic()
@@ -207,9 +224,9 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
                 continue
             if sender is None:
                 server_s = on_rank0(meet_server)
-                sender = stack.enter_context(_sender(job, model, client))
-            stats = sender.send(version=str(step))
-            answer = on_rank0(ask)
+                sender = stack.enter_context(_sender(job, model, url))
+            stats = sender.send(version=step)
+            answer = on_rank0(ask) if job.complete else None
             report.pushed(
                 Push(
                     version=str(stats.version),
@@ -220,7 +237,7 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
                     stage_s=dict(stats.stage_s),
                     loss=loss,
                     text=answer,
-                    recited=matching_prefix(answer or "", report.expected or ""),
+                    recited=matching_prefix(answer or "", report.expected),
                 )
             )
         report.finish(
@@ -263,11 +280,11 @@ def _model_dir(job: JobConfig, out: Path) -> Path:
     return Path(job.model.path) if job.model.path is not None else write_model_dir(job.model, out / "model")
 
 
-def _sender(job: JobConfig, model: nn.Module, client: HTTPWeightSyncClient) -> WeightSender:
+def _sender(job: JobConfig, model: nn.Module, url: str) -> WeightSender:
     dtype = None if job.sync.wire_dtype is None else getattr(torch, job.sync.wire_dtype)
     return WeightSender(
         DTensorSource(model, dtype=dtype, keep=job.sync.keep),
-        client,
+        HTTPWeightSyncClient(url),
         backend=cast("Backend", job.sync.backend),  # checked by `config.check`
         packed=job.sync.packed,
         bucket_bytes=None if job.sync.bucket_mb is None else int(job.sync.bucket_mb * 2**20),

@@ -1,0 +1,148 @@
+"""The demo's parts without a server: the model on several ranks, its tokenizer, its text and its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: install the extra 'recipes'")
+pytest.importorskip("rich", reason="needs rich: install the extra 'recipes'")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from recipes.config import DataConfig, ModelConfig, TrainConfig
+from recipes.models import build_model, byte_tokenizer, write_model_dir
+from recipes.report import Push, Report, matching_prefix, printable
+from recipes.train import Trainer, continuation, read_text
+from tests.runner import run_ranks
+
+
+def _sizes(*, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=64,
+        intermediate_size=99,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+
+
+def _build(rank: int, world_size: int, folder: str, has_weights: bool) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    if rank > 0:  # field case C12: the whole model may exist on rank 0 alone
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("a rank other than 0 reads the whole checkpoint")
+
+        AutoModelForCausalLM.from_pretrained = refuse
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    model = build_model(Path(folder), mesh, has_weights=has_weights, seed=7, compute_dtype=torch.float32)
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+    full = {
+        name: p.full_tensor().detach().clone() for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    tokens = torch.arange(64) % 13
+    trainer = Trainer(model, tokens, TrainConfig(steps=4, seq_len=32, warmup_steps=0, lr=1e-2), rank)
+    losses = [trainer.step() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    return full | buffers
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_field_C12_ranks_get_their_shards_of_a_checkpoint_that_rank_0_alone_reads(
+    tmp_path: Path, tied: bool
+) -> None:
+    """https://github.com/huggingface/transformers/pull/45649: every rank holds the full model at load."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_model_dir(_sizes(tied=tied), tmp_path)
+    torch.manual_seed(3)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+    whole.save_pretrained(tmp_path)
+    expected = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+    for got in run_ranks(_build, 2, str(tmp_path), True):
+        assert set(got) == set(expected)
+        assert [name for name in got if not torch.equal(got[name], expected[name])] == []
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    write_model_dir(_sizes(tied=False), tmp_path)
+    (one,) = run_ranks(_build, 1, str(tmp_path), False)
+    two, again = run_ranks(_build, 2, str(tmp_path), False)
+    assert all(torch.equal(one[name], two[name]) and torch.equal(two[name], again[name]) for name in one)
+
+
+@pytest.mark.parametrize("text", ["The Zen of Python\n\n  x", "naïve – ❤ \t", ""])
+def test_the_byte_tokenizer_gives_every_text_back(tmp_path: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == 257
+
+
+def test_the_default_text_is_the_zen_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    text = read_text(DataConfig())
+    assert text.startswith("The Zen of Python, by Tim Peters")
+    assert capsys.readouterr().out == ""
+    assert continuation(text, DataConfig().prompt).startswith("\n\nBeautiful is better than ugly.")
+    assert continuation(text, "not in it") == ""
+
+
+def test_a_text_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("some words")
+    assert read_text(DataConfig(path=str(tmp_path / "text"))) == "some words"
+
+
+def test_the_report_ends_in_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    push = Push(
+        version="5",
+        num_bytes=2_000_000,
+        num_tensors=3,
+        num_buckets=2,
+        seconds=0.5,
+        stage_s={"gather": 0.25},
+        loss=1.5,
+        text="\nBeautiful\x1b",
+        recited=5,
+    )
+    with Report(steps=5, active=True, prompt="Zen", before="\ufffd", expected="\nBeautyful") as report:
+        report.step(5, 1.5)
+        report.pushed(push)
+        report.finish({"world_size": 2})
+    shown = capsys.readouterr()
+    line = json.loads(shown.out.splitlines()[-1])
+    assert line["world_size"] == 2
+    assert line["after"] == "\nBeautiful\x1b"
+    assert line["pushes"][0]["gb_per_s"] == 0.004
+    assert line["pushes"][0]["stage_s"] == {"gather": 0.25}
+    assert "\x1b" not in shown.err.replace("\x1b[", "")
+    assert "Beautiful·" in shown.err
+
+
+def test_a_report_of_another_rank_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(steps=5, active=False) as report:
+        report.waiting(20.0, "some line")
+        report.say("something")
+        report.finish({})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_matching_prefix() -> None:
+    assert matching_prefix("abc", "abd") == 2
+    assert matching_prefix("ab", "abd") == 2
+    assert matching_prefix("", "abd") == 0
+    assert printable("a\tb\nc") == "a·b\nc"
