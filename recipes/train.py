@@ -151,7 +151,7 @@ class Policy:
         return str(answer.json()["data"][0]["id"])
 
     def _ask_replica(self, replica: int) -> str:
-        body = {
+        body: dict[str, Any] = {
             "model": self._model,
             "prompt": self._prompt,
             "max_tokens": self._max_tokens,
