@@ -68,16 +68,13 @@ class Lesson:
             return "expert load balancing moves it"
         if any(not kernel.tensor.numel() for kernel in kernels):
             return "packed outside the parameters"
-        for name in sorted(names):
-            if name in recorder.strayed:
-                return recorder.strayed[name]
+        strayed = next((recorder.strayed[name] for name in sorted(names) if name in recorder.strayed), None)
         written = [k for k in kernels if _is_loaded(k, recorder)]
         if not written:
-            return "not found in any parameter"
-        for kernel in written:
-            flaw = recorder.flaw(kernel)
-            if flaw is not None:
-                return flaw
+            return strayed or "not found in any parameter"
+        flaw = next((flaw for kernel in written if (flaw := recorder.flaw(kernel)) is not None), strayed)
+        if flaw is not None:
+            return flaw
         for user in {user for kernel in written for user, _ in kernel.users}:
             if _processes(user):
                 hidden = self._watch.hidden(user, live)

@@ -184,6 +184,10 @@ class CopyRecorder(TorchDispatchMode):
             return
         self._head(source, target)
         if target.device.type == "meta":
+            rehearsed = self._memory(source)
+            if rehearsed is not None:
+                # vLLM runs each loader on meta first, to count elements; what it copied there went nowhere.
+                rehearsed.moved.update(range(len(rehearsed.pieces)))
             return
         if source.shape != target.shape:
             source = source.expand(target.shape)

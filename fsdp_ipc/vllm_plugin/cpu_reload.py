@@ -110,7 +110,7 @@ def _is_plain(method: Any) -> bool:
 
 
 def _packing(method: Any) -> Callable[[nn.Module], None]:
-    """vLLM's processing of an experts layer, followed by the packing unless that processing did it itself."""
+    """Process an experts layer as vLLM does, then pack it, unless that processing did so itself."""
 
     def process_weights_after_loading(layer: nn.Module) -> None:
         experts = getattr(method.moe_kernel, "fused_experts", None)
