@@ -23,30 +23,21 @@ class ParamMetas(list[ParamMeta]):
         return self
 
 
-class VLLMSource:
-    """A weight source in the words of vLLM 0.27 to 0.33, for vLLM's own trainer engines.
-
-    Args:
-        source: Has `metadata`, a method or a list, and yields full `(name, tensor)` pairs on every rank, in step.
-    """
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
+class VLLMSourceMethods:
+    """Mix-in for a source that has `metadata` as a `ParamMetas` and yields full `(name, tensor)` pairs in its order."""
 
     @property
     def metadata(self) -> ParamMetas:
         """Name, dtype and full shape of every tensor, in the order of iteration; every rank owns all of them."""
-        metadata = self._source.metadata
-        metas = metadata() if callable(metadata) else metadata
-        return ParamMetas(ParamMeta(meta.name, meta.dtype, tuple(meta.shape)) for meta in metas)
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors, a fresh pass each time (collective, all ranks)."""
-        return iter(self._source)
+        raise NotImplementedError
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As iteration; the name of vLLM 0.33."""
-        return iter(self._source)
+        return iter(self)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Not offered: what is sent is full tensors."""
@@ -81,3 +72,25 @@ class VLLMSource:
         """The tensors in the groups of `groups` (vLLM 0.29 to 0.32)."""
         for name, tensor in self:
             yield [name], [tensor]
+
+
+class VLLMSource(VLLMSourceMethods):
+    """A weight source in the words of vLLM 0.27 to 0.33, for vLLM's own trainer engines.
+
+    Args:
+        source: Has `metadata`, a method or a list, and yields full `(name, tensor)` pairs on every rank, in step.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    @property
+    def metadata(self) -> ParamMetas:
+        """What the source says of itself."""
+        metadata = self._source.metadata
+        metas = metadata() if callable(metadata) else metadata
+        return ParamMetas(ParamMeta(meta.name, meta.dtype, tuple(meta.shape)) for meta in metas)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A pass of the source."""
+        return iter(self._source)

@@ -27,7 +27,7 @@ except ImportError as error:
     ) from error
 
 from fsdp_ipc.plan import DEFAULT_BUCKET_BYTES
-from fsdp_ipc.sender import WeightSender
+from fsdp_ipc.sender import Backend, WeightSender
 from fsdp_ipc.source import DTensorSource, WeightSource
 from fsdp_ipc.streamed_source import IteratedSource
 
@@ -57,7 +57,7 @@ class FSDPIPCTrainerInitInfo(TrainerInitInfo):
     group: Any = None
     packed: bool = True
     packed_buffer_size_bytes: int | None = DEFAULT_BUCKET_BYTES
-    server_backend: str = "auto"
+    server_backend: Backend = "auto"
     options: dict[str, Any] = field(default_factory=dict)
 
 
