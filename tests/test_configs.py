@@ -18,8 +18,10 @@ import pytest
 pytest.importorskip("hydra", reason="needs hydra-core: install the extra 'recipes'")
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from recipes.bench import BenchConfig
 from recipes.config import CONF_DIR, JobConfig, check, launch_time, quiet_other_ranks, register_configs
 
 ROOT = CONF_DIR.parent
@@ -27,12 +29,26 @@ LAUNCHERS = ("torchrun", "python -m torch.distributed.run")
 
 
 def _compose(overrides: list[str]) -> JobConfig:
-    register_configs()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        job = OmegaConf.to_object(compose("train", overrides))
+    job = _compose_any("train", overrides)
     assert isinstance(job, JobConfig)
     check(job)
     return job
+
+
+def _compose_any(name: str, overrides: list[str]) -> Any:
+    """The settings of the recipe `recipes.NAME`, whose primary config has its name."""
+    register_configs()
+    ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        settings = OmegaConf.to_object(compose(name, overrides))
+    assert isinstance(settings, {"train": JobConfig, "bench": BenchConfig}[name])
+    return settings
+
+
+def _compose_line(words: list[str]) -> None:
+    module = next(index for index, word in enumerate(words) if word.startswith("recipes."))
+    name, overrides = words[module].removeprefix("recipes."), words[module + 1 :]
+    _compose(overrides) if name == "train" else _compose_any(name, overrides)
 
 
 def _command_lines(text: str) -> list[list[str]]:
@@ -44,11 +60,6 @@ def _command_lines(text: str) -> list[list[str]]:
         for line in lines
         if line.startswith(LAUNCHERS) and "recipes." in line
     ]
-
-
-def _overrides(words: list[str]) -> list[str]:
-    module = next(index for index, word in enumerate(words) if word.startswith("recipes."))
-    return words[module + 1 :]
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF_DIR / "model").glob("*.yaml")))
@@ -69,8 +80,13 @@ def test_every_experiment_composes(name: str) -> None:
 
 def test_every_yaml_is_of_a_kind_that_a_test_composes() -> None:
     seen = {str(path.relative_to(CONF_DIR).parent) for path in CONF_DIR.rglob("*.yaml")}
-    assert seen == {".", "model", "experiment"}
-    assert [path.name for path in CONF_DIR.glob("*.yaml")] == ["train.yaml"]
+    assert seen == {".", "model", "experiment", "shape"}
+    assert {path.stem for path in CONF_DIR.glob("*.yaml")} == {"train", "bench"}
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (CONF_DIR / "shape").glob("*.yaml")))
+def test_every_shape_composes(name: str) -> None:
+    _compose_any("bench", [f"shape={name}"])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +97,7 @@ def test_every_yaml_names_its_command_line(path: Path) -> None:
     lines = _command_lines(header)
     assert lines, f"no launch command in the header of {path}"
     for words in lines:
-        _compose(_overrides(words))
+        _compose_line(words)
 
 
 def test_field_F6_every_command_line_of_the_readme_parses() -> None:
@@ -89,15 +105,15 @@ def test_field_F6_every_command_line_of_the_readme_parses() -> None:
     lines = _command_lines((ROOT / "README.md").read_text())
     assert lines, "the README names no launch of a recipe"
     for words in lines:
-        _compose(_overrides(words))
+        _compose_line(words)
 
 
 def test_the_makefile_launches_what_exists() -> None:
     text = (ROOT / "Makefile").read_text()
     launched = re.findall(r"torch\.distributed\.run .* -m (\S+) (.*)\$\(ARGS\)", text)
-    assert {module for module, _ in launched} == {"recipes.train"}
-    for _, overrides in launched:
-        _compose(shlex.split(overrides))
+    assert {module for module, _ in launched} == {"recipes.train", "recipes.bench"}
+    for module, overrides in launched:
+        _compose_line([module, *shlex.split(overrides)])
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://some-host:80/base"])
@@ -173,6 +189,7 @@ import logging, os, sys, time
 from pathlib import Path
 import hydra
 from hydra.utils import to_absolute_path
+from recipes.bench import BenchConfig
 from recipes.config import CONF_DIR, load, quiet_other_ranks, register_configs, run_dir
 rank = os.environ.get("RANK", "0")
 time.sleep(1.3 * int(rank))

@@ -47,9 +47,8 @@ def _build(rank: int, world_size: int, folder: str, has_weights: bool) -> dict[s
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
     model = build_model(Path(folder), mesh, has_weights=has_weights, seed=7, compute_dtype=torch.float32)
     assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
-    full = {
-        name: p.full_tensor().detach().clone() for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    shards: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    full = {name: shard.full_tensor().detach().clone() for name, shard in shards.items()}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     tokens = torch.arange(64) % 13
     trainer = Trainer(model, tokens, TrainConfig(steps=4, seq_len=32, warmup_steps=0, lr=1e-2), rank)
