@@ -34,7 +34,7 @@ def layout_of(name: str, tensor: torch.Tensor) -> Layout:
     for placement in placements:
         if not _is_known(placement):
             raise ValueError(
-                f"{name}: placement {placement} of {placements} can't be sent: expected Shard, _StridedShard or "
+                f"{name}: placement {placement!r} of {placements!r} can't be sent: expected Shard, _StridedShard or "
                 "Replicate on every mesh axis (a Partial tensor has no value until it is reduced; redistribute it first)"
             )
     ranks, shape = _mesh_of(mesh)

@@ -102,7 +102,7 @@ class DTensorSource:
         self._naming = naming if naming is not None else naming_for(module)
         self._plain_shards = dict(plain_shards or {})
         self._fsdp_modules: list[FSDPModule] = []
-        self._seen: list[tuple[dict[str, Any], Collection[str], tuple[Any, ...]]] = []
+        self._seen: list[tuple[dict[str, Any], Collection[str], tuple[tuple[Any, Any], ...]]] = []
         self._inputs: list[_Input] = []
         self._items: tuple[StreamItem, ...] = ()
         self._build()
@@ -142,9 +142,9 @@ class DTensorSource:
         for module in self._fsdp_modules:
             module.reshard()
         for registry, left_out, before in self._seen:
-            # By identity: a parameter set anew, an adapter put in, a module added or taken away.
+            # A parameter set anew or cast in place, an adapter put in, a module added or taken away.
             after = [value for key, value in registry.items() if key not in left_out]
-            if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
+            if len(after) != len(before) or any(map(_differs, after, before)):
                 self._build()
                 return
 
@@ -236,7 +236,9 @@ def _walk(module: nn.Module) -> Iterator[_Slot]:
                 yield _Slot(dot + key, child._buffers, key, is_buffer=True)
 
 
-def _registries(module: nn.Module) -> Iterator[tuple[dict[str, Any], Collection[str], tuple[Any, ...]]]:
+def _registries(
+    module: nn.Module,
+) -> Iterator[tuple[dict[str, Any], Collection[str], tuple[tuple[Any, Any], ...]]]:
     """Every dict that says what the module is made of, the keys that don't count, and what is in it now."""
     for child in module.modules():
         # Non-persistent buffers are not sent, and come and go (a cache).
@@ -246,7 +248,16 @@ def _registries(module: nn.Module) -> Iterator[tuple[dict[str, Any], Collection[
             (child._buffers, child._non_persistent_buffers_set),
         ):
             if registry:
-                yield registry, left_out, tuple(v for k, v in registry.items() if k not in left_out)
+                inside = tuple((v, _signature(v)) for k, v in registry.items() if k not in left_out)
+                yield registry, left_out, inside
+
+
+def _signature(value: nn.Module | torch.Tensor | None) -> tuple[Any, ...] | None:
+    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _differs(value: nn.Module | torch.Tensor | None, before: tuple[Any, Any]) -> bool:
+    return value is not before[0] or _signature(value) != before[1]
 
 
 def _check_type(name: str, tensor: torch.Tensor) -> None:
