@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fsdp_ipc.vllm_plugin.experts import held_experts
 from tests.hand_trainer import HandTrainer, Layout, packed_layout, unpacked_layout
 from tests.tiny_models import qwen3_config, qwen3_weights, write_checkpoint
 from tests.vllm_inprocess import InProcess, computed_weights, inprocess_vllm
@@ -394,6 +397,76 @@ def test_a_worker_finds_its_trainer_rank(served: dict[str, Any], engine: Any) ->
         trainer.init_overrides = {"endpoints": [{"device": "cpu:elsewhere:0", "control": "fsdp_ipc-1-a.ctl"}]}
         with pytest.raises(ValueError, match="no trainer rank on this worker's host"):
             trainer.connect()
+
+
+def test_a_trainer_rank_serves_one_worker_at_a_time(
+    served: dict[str, Any], engine: Any, vllm: InProcess
+) -> None:
+    other = vllm.engine(served["model"], served["vllm_config"])
+    with HandTrainer(EngineRoutes(engine), num_ranks=2) as trainer:
+        reports = trainer.connect()
+        assert [report is not None for report in reports] == [True, False]
+        endpoints = [
+            {"device": key, "control": control.name}
+            for key, control in zip(trainer.keys, trainer.controls, strict=True)
+        ]
+        info = {"protocol": 1, "session": "e" * 32, "token": None, "endpoints": endpoints, "timeout_s": 1}
+        # A worker of another server has the same index; it takes the rank that is left.
+        other.init_transfer_engine(other.parse_init_info(info))
+        assert trainer.controls[1].read_report() is not None
+        third = vllm.engine(served["model"], served["vllm_config"])
+        with pytest.raises(ValueError, match="has a worker already"):
+            third.init_transfer_engine(third.parse_init_info(info))
+        other.shutdown()
+        third.init_transfer_engine(third.parse_init_info(info))
+        third.shutdown()
+        # The first worker's session went on undisturbed.
+        trainer.num_ranks = 1
+        del trainer.keys[1:]
+        trainer.controls.pop().close()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=6))
+        _assert_serves(served, 2)
+
+
+def test_syncs_leave_no_mappings_or_descriptors_behind(served: dict[str, Any], engine: Any) -> None:
+    def count() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("fsdp_ipc-"), len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    with HandTrainer(EngineRoutes(engine)) as trainer:
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=4))
+        open_ = count()
+        for _ in range(20):
+            trainer.send(packed_layout(_named(served, 2), num_buckets=4))
+        assert count() == open_
+        for num_buckets in (3, 5, 4):
+            trainer.send(packed_layout(_named(served, 2), num_buckets=num_buckets))
+        assert count() == open_
+        for _ in range(3):
+            trainer.connect()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=4))
+        assert count() == open_
+    engine.shutdown()
+    assert count() == before
+
+
+def test_held_experts_are_read_from_the_layers_own_tables() -> None:
+    layer: Any = torch.nn.Module()
+    layer.register_buffer("_expert_map", torch.tensor([-1, 1, -1, 0]))
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({})})})
+    experts: Any = model["mlp"]
+    experts["experts"].add_module("routed_experts", layer)
+    assert held_experts(model) == {"mlp.experts": [3, 1]}
+    layer.expert_map_manager = SimpleNamespace(num_redundant_experts=2, num_fused_shared_experts=0)
+    assert held_experts(model) is None
+    layer.expert_map_manager = None
+    layer.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(enable_eplb=True))
+    assert held_experts(model) is None
+    layer.moe_config = None
+    layer._expert_map = None
+    assert held_experts(model) is None
 
 
 def test_registering_twice_is_harmless() -> None:

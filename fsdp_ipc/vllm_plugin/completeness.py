@@ -166,7 +166,7 @@ def _blame(
                 return
         if alone is None:
             continue
-        if _wants_data(alone):
+        if _wants_data(alone) or _fails_without_any(model):
             raise UnusableError(f"{row.name}: {alone}") from alone
         sent = f"{row.name} (sent as {_dtype_name(row.dtype)}{list(row.shape)}; vLLM: {_reason(alone)})"
         if (
@@ -187,6 +187,15 @@ def _try_alone(model: Any, row: TensorRow, recorder: Recorder, *, real: bool) ->
     except Exception as error:  # noqa: BLE001  whatever a model's loader raises
         return error
     return None
+
+
+def _fails_without_any(model: Any) -> bool:
+    """Whether the model's loader fails however little it gets, so that no name is to blame."""
+    try:
+        model.load_weights(iter(()))
+    except Exception:  # noqa: BLE001  whatever a model's loader raises
+        return True
+    return False
 
 
 def _wants_data(error: Exception) -> bool:

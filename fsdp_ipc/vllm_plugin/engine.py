@@ -21,15 +21,15 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from fsdp_ipc.control import ControlBlock
-from fsdp_ipc.handles import IpcHandle, OpenedBuffer, device_key, normalize_device_key, open_handle
+from fsdp_ipc.handles import IpcHandle, OpenedBuffer, open_handle
 from fsdp_ipc.version import __version__
 from fsdp_ipc.vllm_plugin import completeness
 from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
+from fsdp_ipc.vllm_plugin.endpoint import Claim, claim_endpoint
 from fsdp_ipc.vllm_plugin.experts import held_experts
 from fsdp_ipc.vllm_plugin.loader import LoadCounts, WeightLoader, half_open_layers, heal
 from fsdp_ipc.vllm_plugin.payload import (
     AbortInfo,
-    Endpoint,
     InitInfo,
     TensorRow,
     UpdateInfo,
@@ -52,7 +52,7 @@ class _Session:
     """What lives from one handshake to the next."""
 
     session: str
-    device: str
+    claim: Claim
     control: ControlBlock
     timeout_s: float
     plans: dict[str, _KnownPlan] = field(default_factory=dict)
@@ -60,6 +60,11 @@ class _Session:
     handles: tuple[IpcHandle, ...] = ()
     buffers: list[OpenedBuffer] = field(default_factory=list)
     last_sync: int = 0
+
+    @property
+    def device(self) -> str:
+        """The key under which this worker's memory is sent."""
+        return self.claim.endpoint.device
 
     def close_buffers(self) -> None:
         for plan in self.plans.values():
@@ -127,14 +132,18 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         """Start a session with the trainer rank on this worker's device; an earlier session ends.
 
         Raises:
-            ValueError: The token is wrong, or no trainer rank is on this device.
+            ValueError: The token is wrong, or no trainer rank is on this device or free.
         """
         _check_token(init_info.token)
         self._drop_session()
-        endpoint = self._choose_endpoint(init_info.endpoints)
-        control = ControlBlock.open(endpoint.control)
+        claim = claim_endpoint(init_info.endpoints, self.device, self.worker_index)
+        try:
+            control = ControlBlock.open(claim.endpoint.control)
+        except BaseException:
+            claim.close()
+            raise
         self._session = _Session(
-            session=init_info.session, device=endpoint.device, control=control, timeout_s=init_info.timeout_s
+            session=init_info.session, claim=claim, control=control, timeout_s=init_info.timeout_s
         )
         control.write_report(
             {
@@ -150,7 +159,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             "Weight sync session %s: worker %d reads from %s.",
             init_info.session,
             self.worker_index,
-            endpoint.device,
+            claim.endpoint.device,
         )
 
     def start_weight_update(self) -> None:
@@ -228,26 +237,6 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         """Index over all data-parallel replicas of this server, as vLLM counts list-form updates."""
         parallel = self.parallel_config
         return int(parallel.data_parallel_index) * int(parallel.world_size) + int(parallel.rank)
-
-    def _choose_endpoint(self, endpoints: tuple[Endpoint, ...]) -> Endpoint:
-        if self.device.type == "cuda":
-            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-            own = device_key(self.device, index)
-            for endpoint in endpoints:
-                if normalize_device_key(endpoint.device) == normalize_device_key(own):
-                    return endpoint
-            raise ValueError(
-                f"fsdp_ipc: no trainer rank shares this worker's GPU {own}. Trainer ranks are on "
-                f"{sorted(endpoint.device for endpoint in endpoints)}. Start trainer and vLLM on the same GPUs."
-            )
-        host = device_key(self.device, 0).rpartition(":")[0]
-        here = [endpoint for endpoint in endpoints if endpoint.device.rpartition(":")[0] == host]
-        if not here:
-            raise ValueError(
-                f"fsdp_ipc: no trainer rank on this worker's host ({host}). Trainer ranks are on "
-                f"{sorted(endpoint.device for endpoint in endpoints)}."
-            )
-        return here[self.worker_index % len(here)]
 
     # One sync.
 
@@ -352,6 +341,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         self._loader = None
         session.close_buffers()
         session.control.close()
+        session.claim.close()
 
 
 def _check_token(token: str | None) -> None:
