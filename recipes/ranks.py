@@ -26,22 +26,24 @@ def own_device(kind: str = "auto") -> torch.device:
 
 
 @contextlib.contextmanager
-def joined(device: torch.device, timeout_s: float) -> Iterator[None]:
+def joined(device: torch.device, timeout_s: float, backend: str | None = None) -> Iterator[None]:
     """Join the process group that torchrun describes, or a group of one where the job runs by itself.
 
     Args:
         device: From `own_device`.
         timeout_s: Time-out of its collectives, in seconds.
+        backend: Back end, the same on all ranks; None chooses by the device.
     """
-    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:
