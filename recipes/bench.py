@@ -184,7 +184,7 @@ class Bench:
                     if run.alive:
                         self._attempt(case, run, partial(self._end, run, model, negated))
                     reported.append(run)
-                    self._report(case, run, [*reported, *runs], nbytes, floors)
+                    self._report(case, run, [*reported, *runs], floors)
                 if self._config.soak and "ours" in names:
                     self._soak(case, runs[names.index("ours")], model, negated)
             finally:
@@ -310,7 +310,7 @@ class Bench:
             negate(model)
             run.variant.send()
         seconds = time.perf_counter() - began
-        late = [self._own_memory(), on_rank0(probe.memory)]
+        late: list[Any] = [self._own_memory(), on_rank0(probe.memory)]
         if count % 2 == 0:
             negate(model)
             run.variant.send()  # type: ignore[union-attr]
@@ -331,7 +331,7 @@ class Bench:
         if count % 2:
             negate(model)
 
-    def _report(self, case: str, run: _Run, runs: list[_Run], nbytes: int, floors: dict[str, Any]) -> None:
+    def _report(self, case: str, run: _Run, runs: list[_Run], floors: dict[str, Any]) -> None:
         if not run.alive or not run.seconds:
             self.log.write("result", case=case, variant=run.name, error=run.error or "no timed push")
             return
@@ -358,7 +358,7 @@ class Bench:
             times_copy=seconds["median"] / floors["copy"]["seconds"],
             stage_s=stages,
             worker=worker,
-            num_requests=sum(n for name, n in timed[-1]["requests"].items() if name not in ("is_sleeping",)),
+            num_requests=sum(n for name, n in timed[-1]["requests"].items() if name != "is_sleeping"),
             requests=timed[-1]["requests"],
             trainer_extra=run.trainer_extra,
             worker_extra=run.worker_extra,

@@ -7,7 +7,7 @@ built on meta, sharded with `fully_shard` as a trainer's would be, and filled sh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ SHAPES: dict[str, Shape] = {
             num_heads=4,
             num_kv_heads=2,
             head_dim=32,
-            vocab_size=320,
+            vocab_size=257,
         ),
         Shape(
             name="toy_moe",
@@ -110,7 +110,7 @@ SHAPES: dict[str, Shape] = {
             num_heads=4,
             num_kv_heads=2,
             head_dim=32,
-            vocab_size=320,
+            vocab_size=257,
             num_experts=8,
             expert_size=32,
             experts_per_token=2,
@@ -123,7 +123,7 @@ SHAPES: dict[str, Shape] = {
             num_heads=8,
             num_kv_heads=4,
             head_dim=64,
-            vocab_size=1024,
+            vocab_size=257,
             num_experts=16,
             expert_size=128,
             experts_per_token=4,
@@ -136,7 +136,7 @@ SHAPES: dict[str, Shape] = {
             num_heads=8,
             num_kv_heads=4,
             head_dim=64,
-            vocab_size=2048,
+            vocab_size=257,
         ),
         Shape(
             name="small_100m",
@@ -247,6 +247,7 @@ def build(
     experts: str = "each",
     tp_axis: str | None = None,
     seed: int = 0,
+    scale: float = 0.02,
 ) -> nn.Module:
     """Build the module of a shape, sharded and filled with random weights. All ranks; no collective of its own.
 
@@ -259,6 +260,7 @@ def build(
         tp_axis: Name of the mesh axis over which projections are sharded first, as tensor parallelism does; the rest
             of the mesh is FSDP's.
         seed: Of the random weights; equal shards get equal weights on every replica.
+        scale: Standard deviation of the random weights.
     """
     model = nn.Module()
     for name, sizes in parameters_of(shape, experts):
@@ -280,19 +282,19 @@ def build(
     if shape.tied:
         # `to_empty` gives the two names of a tie a parameter each.
         model.get_submodule("lm_head").weight = model.get_submodule("model.embed_tokens").weight
-    fill(model, seed)
+    fill(model, seed, scale)
     return model
 
 
 @torch.no_grad()
-def fill(model: nn.Module, seed: int) -> None:
+def fill(model: nn.Module, seed: int, scale: float = 0.02) -> None:
     """Draw new weights in place: norms around 1, all else small around 0."""
     for index, (name, param) in enumerate(model.named_parameters()):
         local = param.to_local() if isinstance(param, DTensor) else param
         generator = torch.Generator(local.device).manual_seed(
             (seed * 100003 + index) * 4099 + _shard_number(param)
         )
-        local.normal_(0.0, 0.02, generator=generator)
+        local.normal_(0.0, scale, generator=generator)
         if name.endswith("norm.weight"):
             local.add_(1.0)
 
@@ -323,6 +325,43 @@ def write_server_dir(shape: Shape, folder: Path, dtype: str = "bfloat16") -> Pat
     end = byte_tokenizer().convert_tokens_to_ids(END_OF_TEXT)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}) + "\n")
     return folder
+
+
+def write_checkpoint(shape: Shape, folder: Path, *, seed: int, scale: float = 0.1) -> Path:
+    """Make a checkpoint with seeded bfloat16 weights, experts one by one, that a server can load."""
+    from safetensors.torch import save_file
+
+    write_server_dir(shape, folder)
+    model = build(shape, None, device=torch.device("cpu"), dtype=torch.bfloat16, seed=seed, scale=scale)
+    tensors = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, "each", torch.bfloat16)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@torch.no_grad()
+def load_checkpoint(model: nn.Module, folder: Path) -> None:
+    """All ranks, no collective: fill a sharded module with the weights of a checkpoint of `write_checkpoint`."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name, param in model.named_parameters():
+        whole = tensors[name] if name in tensors else _fused(name, tensors)
+        if isinstance(param, DTensor):
+            local = param.to_local()
+            whole = whole.to(local.device, param.dtype)
+            shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+            local.copy_(shard.to_local())
+        else:
+            param.copy_(whole)
+
+
+def _fused(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    stem, _, kind = name.rpartition(".")
+    parts = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
+    experts: list[torch.Tensor] = []
+    while f"{stem}.{len(experts)}.{parts[0]}.weight" in tensors:
+        experts.append(torch.cat([tensors[f"{stem}.{len(experts)}.{part}.weight"] for part in parts]))
+    return torch.stack(experts)
 
 
 def checkpoint_tensors(
@@ -384,7 +423,7 @@ def _shard_number(param: torch.Tensor) -> int:
     if not isinstance(param, DTensor):
         return 0
     number = 0
-    coordinate = param.device_mesh.get_coordinate() or []
+    coordinate = tuple(param.device_mesh.get_coordinate() or ())
     for axis, placement in enumerate(param.placements):
         if not placement.is_replicate():
             number = number * param.device_mesh.size(axis) + coordinate[axis]

@@ -84,7 +84,7 @@ class OurVariant:
         source = DTensorSource(model, dtype=dtype, keep=(), naming=sent_naming(model, experts))
         self._sender = WeightSender(
             source,
-            self._client,  # type: ignore[arg-type]  # passes everything on
+            self._client,
             group=group,
             backend=backend,  # type: ignore[arg-type]
             packed=packed,

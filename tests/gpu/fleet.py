@@ -55,6 +55,12 @@ class Results:
         with self._path.open("a") as file:
             file.write(json.dumps({"name": name, "good": good, "text": text, **more}, default=str) + "\n")
 
+    def merge(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Take outcomes over that another process has printed already."""
+        self.failed += [str(line["name"]) for line in lines if not line["good"]]
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
     def exit_code(self) -> int:
         """0 if nothing failed; prints the verdict."""
         self._clock.say(
@@ -189,6 +195,57 @@ def ensure_plugin(out: Path) -> None:
         "[vllm.general_plugins]\nfsdp_ipc = fsdp_ipc.vllm_plugin:register\n"
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder.parent.resolve()), os.environ["PYTHONPATH"]])
+
+
+def run_tasks(
+    name: str,
+    tasks: Sequence[dict[str, Any]],
+    options: Any,
+    out: Path,
+    clock: Clock,
+    results: Results,
+    *,
+    ranks: int,
+    replicas: int = 1,
+    outsider: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """Run tasks of `tests.gpu.trainer` on some ranks; tasks whose servers are not there count as failed.
+
+    Args:
+        name: For files.
+        tasks: See `tests.gpu.trainer`.
+        options: The command line's, for `device` and `child_timeout`.
+        out: Folder for logs.
+        clock: The run's time.
+        results: Where the outcomes go.
+        ranks: Trainer ranks.
+        replicas: Data-parallel size of the servers.
+        outsider: One more rank, without a GPU, that is no member of the trainer group.
+        env: Additions to the trainer's environment.
+    """
+    able = []
+    for task in tasks:
+        if task.get("url") and task.get("reference", "-"):
+            able.append(task)
+        else:
+            results.add(task["name"], False, "its server is not there")
+    if not able:
+        return
+    outcomes = out / f"tasks-{name}.jsonl"
+    timeout_s = clock.left(options.child_timeout)
+    spec = {"tasks": able, "results": str(outcomes), "device": options.device, "replicas": replicas}
+    spec |= {"budget_s": timeout_s, "outsider": outsider}
+    path = out / f"tasks-{name}.json"
+    path.write_text(json.dumps(spec, indent=1))
+    count = ranks + outsider
+    code = torchrun(
+        count, "tests.gpu.trainer", [str(path)], log=out / f"trainer-{name}.log", timeout_s=timeout_s, env=env
+    )
+    lines = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
+    results.merge(lines)
+    if not lines or (code != 0 and all(line["good"] for line in lines)):
+        results.add(f"trainer {name}", False, f"exit code {code}, {len(lines)} outcomes")
 
 
 def torchrun(

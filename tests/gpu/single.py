@@ -12,10 +12,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from recipes.bench import BenchConfig, server_args
-from recipes.shapes import shape_of, write_server_dir
-from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, torchrun
+from recipes.bench import EXTENSION, BenchConfig, server_args
+from recipes.shapes import shape_of, write_checkpoint, write_server_dir
+from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, run_tasks, torchrun
 
 MODELS: dict[str, tuple[str, int | None, list[str]]] = {
     "toy": ("toy", None, ["dtypes=[bfloat16,float32]", "bucket_mb=0.1"]),
@@ -86,7 +87,120 @@ def bench(options: argparse.Namespace, out: Path, clock: Clock, results: Results
                     )
 
 
-PARTS = {"bench": bench}
+def correct(options: argparse.Namespace, out: Path, clock: Clock, results: Results) -> None:
+    """Weights and words after a push are those of a server that was started from the checkpoint."""
+    on_gpu = options.device == "cuda"
+    shapes = {"dense": "small", "moe": "small_moe"} if on_gpu else {"dense": "toy"}
+    folders = checkpoints(shapes, out)
+    backends = ("fsdp_ipc", "ipc") if on_gpu else ("fsdp_ipc",)
+    extension = ["--worker-extension-cls", EXTENSION]
+    with Fleet(out, clock, on_gpu=on_gpu, common=[*extension, *options.server_args]) as fleet:
+        for kind in shapes:
+            for backend in backends:
+                fleet.start(
+                    ServerSpec(name=f"{kind}-{backend}", model_dir=folders[f"{kind}-a"], backend=backend)
+                )
+            loaded = ["--load-format", "auto"]
+            fleet.start(
+                ServerSpec(name=f"{kind}-loaded", model_dir=folders[f"{kind}-a"], backend="ipc", args=loaded)
+            )
+            if on_gpu and options.fp8:
+                fp8 = ["--quantization", "fp8"]
+                for name, args in (("fp8", fp8), ("fp8-loaded", [*fp8, *loaded])):
+                    backend = "fsdp_ipc" if name == "fp8" else "ipc"
+                    spec = ServerSpec(
+                        name=f"{kind}-{name}", model_dir=folders[f"{kind}-a"], backend=backend, args=args
+                    )
+                    fleet.start(spec)
+        urls = fleet.wait(clock.left(options.start_timeout))
+        tasks: list[dict[str, Any]] = []
+        for kind, shape in shapes.items():
+            base = {
+                "shape": shape,
+                "checkpoint_a": str(folders[f"{kind}-a"]),
+                "checkpoint_b": str(folders[f"{kind}-b"]),
+            }
+            for backend in backends:
+                for packed in (True, False):
+                    for experts in ("each", "fused", "unfused") if kind == "moe" else ("each",):
+                        name = f"{kind}{' ' + experts if kind == 'moe' else ''} {backend} {'packed' if packed else 'unpacked'}"
+                        task = {
+                            **base,
+                            "kind": "push_equals_load",
+                            "name": name,
+                            "url": urls.get(f"{kind}-{backend}"),
+                        }
+                        task |= {"reference": urls.get(f"{kind}-loaded"), "pushes": 30, "experts": experts}
+                        tasks.append({**task, "backend": backend, "packed": packed})
+            master = {**base, "kind": "push_equals_load", "name": f"{kind} fp32 masters", "dtype": "float32"}
+            tasks.append(
+                {**master, "url": urls.get(f"{kind}-fsdp_ipc"), "reference": urls.get(f"{kind}-loaded")}
+            )
+            if on_gpu and options.fp8:
+                task = {**base, "kind": "quantised", "name": f"{kind} fp8", "url": urls.get(f"{kind}-fp8")}
+                tasks.append({**task, "reference": urls.get(f"{kind}-fp8-loaded")})
+        run_tasks("correct", tasks, options, out, clock, results, ranks=1)
+
+
+def faults(options: argparse.Namespace, out: Path, clock: Clock, results: Results) -> None:
+    """Memory over many pushes and after close, expandable segments, a broken consumer, a sleeping server."""
+    on_gpu = options.device == "cuda"
+    shape = "small" if on_gpu else "toy"
+    backends = ("fsdp_ipc", "ipc") if on_gpu else ("fsdp_ipc",)
+    folder = write_server_dir(shape_of(shape), out / "models" / shape)
+    extension = ["--worker-extension-cls", EXTENSION]
+    with Fleet(out, clock, on_gpu=on_gpu, common=[*extension, *options.server_args]) as fleet:
+        for backend in backends:
+            fleet.start(ServerSpec(name=backend, model_dir=folder, backend=backend))
+            if on_gpu:
+                sleepy = ["--enable-sleep-mode"]
+                fleet.start(
+                    ServerSpec(name=f"{backend}-sleepy", model_dir=folder, backend=backend, args=sleepy)
+                )
+        urls = fleet.wait(clock.left(options.start_timeout))
+        plain: list[dict[str, Any]] = []
+        expandable: list[dict[str, Any]] = []
+        sleepy_tasks: list[dict[str, Any]] = []
+        for backend in backends:
+            base = {"shape": shape, "backend": backend, "url": urls.get(backend)}
+            for packed in (True, False):
+                name = f"{backend} {'packed' if packed else 'unpacked'}"
+                for dtype in ("bfloat16", "float32"):
+                    one = {**base, "packed": packed, "dtype": dtype, "name": f"{name} {dtype}"}
+                    plain.append({**one, "kind": "push_exact", "pushes": 200 if dtype == "bfloat16" else 60})
+                    plain.append({**one, "kind": "freed"})
+                    expandable.append(
+                        {**one, "kind": "push_exact", "name": f"expandable segments {one['name']}"}
+                    )
+                plain.append(
+                    {**base, "packed": packed, "kind": "broken_consumer", "name": f"{name} broken consumer"}
+                )
+            if on_gpu:
+                task = {
+                    **base,
+                    "kind": "asleep",
+                    "name": f"{backend} asleep",
+                    "url": urls.get(f"{backend}-sleepy"),
+                }
+                sleepy_tasks.append(task)
+        run_tasks("faults", plain, options, out, clock, results, ranks=1)
+        if on_gpu:
+            conf = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+            run_tasks("expandable", expandable, options, out, clock, results, ranks=1, env=conf)
+            for task in sleepy_tasks:
+                run_tasks(task["name"].replace(" ", "-"), [task], options, out, clock, results, ranks=1)
+
+
+def checkpoints(shapes: dict[str, str], out: Path) -> dict[str, Path]:
+    """Two checkpoints, a and b, of each shape."""
+    return {
+        f"{kind}-{letter}": write_checkpoint(shape_of(shape), out / "models" / f"{kind}-{letter}", seed=seed)
+        for kind, shape in shapes.items()
+        for letter, seed in (("a", 1), ("b", 2))
+    }
+
+
+PARTS = {"bench": bench, "correct": correct, "faults": faults}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything")
     parser.add_argument("--start-timeout", type=float, default=330, help="seconds for the servers to answer")
+    parser.add_argument("--no-fp8", dest="fp8", action="store_false", help="leave the quantised servers out")
     parser.add_argument("--child-timeout", type=float, default=300, help="seconds for one trainer")
     parser.add_argument(
         "--server-arg",
