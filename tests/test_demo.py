@@ -1,0 +1,50 @@
+"""The demo as a person starts it: torchrun, Hydra, a real server of two replicas, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.vllm
+@pytest.mark.server
+@pytest.mark.timeout(900)
+def test_the_server_recites_what_the_trainer_has_learned(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = ["train.steps=120", "train.push_every=60", "data.max_tokens=40", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(
+        [*launch, "-m", "recipes.train", *settings],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert not line["before"].startswith("\n\nBeautiful")
+    assert line["after"].startswith("\n\nBeautiful is better than ugly.")
+    assert [push["version"] for push in line["pushes"]] == ["60", "120"]
+    assert all(push["bytes"] == 2 * line["parameters"] for push in line["pushes"])
+    # Both the server and its engines name the run's directory on their command lines.
+    left = [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if str(tmp_path).encode() in _read(path) and path.parent.name != str(os.getpid())
+    ]
+    assert left == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
