@@ -81,16 +81,18 @@ def unfuse(name: str, shape: Sequence[int], layout: ExpertLayout) -> ParamRecipe
         first, step = (1, 2) if layout.interleaved else (half, 1)
         parts = [(layout.names[0], 0, half, step), (layout.names[1], first, half, step)]
     leaf = "bias" if is_bias else "weight"
-    emits = []
-    for expert in range(experts):
-        for part, row, rows, step in parts:
-            shape_, stride = (rows, hidden), (step * out_step, hidden_step)
-            start = expert * out * hidden + row * out_step
-            cut = 1 if is_bias else 2
-            emits.append(
-                view_emit(f"{match['stem']}.{expert}.{part}.{leaf}", shape_[:cut], stride[:cut], start)
-            )
-    return ParamRecipe((name,), tuple(emits))
+    dims = 1 if is_bias else 2
+    emits = tuple(
+        view_emit(
+            f"{match['stem']}.{expert}.{part}.{leaf}",
+            (rows, hidden)[:dims],
+            (step * out_step, hidden_step)[:dims],
+            expert * out * hidden + row * out_step,
+        )
+        for expert in range(experts)
+        for part, row, rows, step in parts
+    )
+    return ParamRecipe((name,), emits)
 
 
 def keep_fused(recipe: ParamRecipe, shape: Sequence[int]) -> ParamRecipe:
@@ -98,14 +100,12 @@ def keep_fused(recipe: ParamRecipe, shape: Sequence[int]) -> ParamRecipe:
 
     The name is what the checkpoint calls the experts plus what the training model calls the tensor.
     """
-    stems = {m["stem"] if (m := _PER_EXPERT.match(emit.name)) else None for emit in recipe.emits}
-    stem = next(iter(stems))
-    if len(recipe.inputs) != 1 or len(stems) != 1 or stem is None or len(recipe.emits) < 1 or len(shape) < 2:
+    stems = {match["stem"] if (match := _PER_EXPERT.match(emit.name)) else "" for emit in recipe.emits}
+    trained = _FUSED.match(recipe.fqn)
+    if trained is None or len(recipe.inputs) != 1 or len(stems) != 1 or not (stem := stems.pop()):
         return recipe
-    if _PER_EXPERT.match(recipe.fqn):  # per-expert modules in training, too
-        return recipe
-    leaf = recipe.fqn.rpartition("experts.")[2]
-    return ParamRecipe(recipe.inputs, (Emit(f"{stem}.{leaf}", tuple(shape)),), None, recipe.merges)
+    name = f"{stem}.{trained['kind']}{trained['leaf']}"
+    return ParamRecipe(recipe.inputs, (Emit(name, tuple(shape)),))
 
 
 def check_expert_names(emits: Iterable[Emit]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-Kind = Literal["linear", "transposed", "experts", "experts_transposed"]
+Kind = Literal["linear", "transposed", "embedding", "experts", "experts_transposed"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class LowRankMerge:
     Attributes:
         base: Name of the weight in the sharded state.
         terms: The adapters that were active when the naming was made.
-        kind: Shape of the product: `b @ a`; its transpose (embeddings, `[in, out]` weights); one product for each
-            expert, `[experts, out, in]`; or its transpose.
+        kind: Shape of the product: `b @ a`; its transpose (`[in, out]` weights, embeddings); one product for each
+            expert, `[experts, out, in]`; or the transpose of that.
         layer: The adapter layer, asked at each merge for scale, active adapters and those already in the weight.
     """
 
@@ -96,18 +96,19 @@ class LowRankMerge:
             factor, right = self._factors(_full(a), _full(b))
             left = _part(factor, base, {0, 1} if factor.dim() == 3 else {0})
         right = _part(right, base, {0, 2} if right.dim() == 3 else {1})
+        # Where PEFT rounds, this has to round: the result must be the same.
+        delta: torch.Tensor
         if left.device.type == "cpu" and dtype.itemsize == 2 and left.dim() == 2:
-            # As PEFT does, whose result this has to equal.
-            half: torch.Tensor = left.float() @ right.float() * scaling
-            return half.to(dtype)
-        delta: torch.Tensor = left @ right * scaling
-        return delta.to(base.dtype) if left.dim() == 3 else delta
+            delta = (left.float() @ right.float() * scaling).to(dtype)
+        else:
+            delta = left @ right * scaling
+        return delta if self.kind in ("linear", "transposed") else delta.to(base.dtype)
 
     def _factors(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Full factors as `left @ right` of the shape of the weight."""
         if self.kind == "linear":
             return b, a
-        if self.kind == "transposed":
+        if self.kind in ("transposed", "embedding"):
             return a.T, b.T
         experts = int(self.layer.num_experts)
         by_expert_a = a.reshape(experts, -1, a.shape[-1])  # [experts, rank, in]
@@ -256,7 +257,7 @@ class _Walk:
             terms.append(LowRankTerm(adapter, f"{path}{a}", f"{path}{b}"))
         target, kind = (
             "weight",
-            "transposed" if embedding or getattr(layer, "fan_in_fan_out", False) else "linear",
+            "embedding" if embedding else "transposed" if layer.fan_in_fan_out else "linear",
         )
         if kind_name == "ParamWrapper":
             target = layer.parameter_name

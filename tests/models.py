@@ -41,6 +41,14 @@ def llama_tied() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**TEXT, tie_word_embeddings=True))
 
 
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=46, n_embd=16, n_layer=2, n_head=2, n_positions=64, n_inner=20)
+    )
+
+
 def qwen3() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -162,6 +170,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     for factory in (
         llama,
         llama_tied,
+        gpt2,
         qwen3,
         qwen3_moe,
         mixtral,

@@ -21,6 +21,7 @@ pytest.importorskip("peft", reason="needs peft: its module tree is the subject")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("llama", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
     "rslora": ("llama", {"target_modules": ["q_proj"], "use_rslora": True}),
+    "conv1d": ("gpt2", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}),
     "modules_to_save": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "k_proj"]}),
     "experts": (
@@ -34,12 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def adapted(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def adapted(case: str, dtype: torch.dtype = torch.float32, *, autocast: bool = False) -> Any:
     from peft import LoraConfig, get_peft_model
 
     name, options = CASES[case]
-    config = LoraConfig(r=3, lora_alpha=5, **options, **more)
-    model = get_peft_model(models.build(name).to(dtype), config, autocast_adapter_dtype=False)
+    config = LoraConfig(r=3, lora_alpha=5, **options)
+    model = get_peft_model(models.build(name).to(dtype), config, autocast_adapter_dtype=autocast)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -64,6 +65,13 @@ def test_field_D13_merged_weights_under_clean_names(case: str, dtype: torch.dtyp
     )
     assert_same(made, merged_files(model))
     assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("case", ["linear", "embedding", "experts"])
+def test_fp32_adapters_on_bf16_weights(case: str) -> None:
+    model = adapted(case, torch.bfloat16, autocast=True)
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
+    assert_same(stream(naming_for(model), model), merged_files(model))
 
 
 def test_field_D13_trained_copies_are_sent_not_the_originals() -> None:
