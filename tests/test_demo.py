@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,7 +18,15 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.server
 @pytest.mark.timeout(900)
 def test_the_server_recites_what_the_trainer_has_learned(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    num_ranks = torch.cuda.device_count() or 2
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    ]
     settings = ["train.steps=120", "train.push_every=60", "data.max_tokens=40", f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(
         [*launch, "-m", "recipes.train", *settings],
@@ -34,17 +43,17 @@ def test_the_server_recites_what_the_trainer_has_learned(tmp_path: Path) -> None
     assert line["after"].startswith("\n\nBeautiful is better than ugly.")
     assert [push["version"] for push in line["pushes"]] == ["60", "120"]
     assert all(push["bytes"] == 2 * line["parameters"] for push in line["pushes"])
-    # Both the server and its engines name the run's directory on their command lines.
-    left = [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if str(tmp_path).encode() in _read(path) and path.parent.name != str(os.getpid())
-    ]
-    assert left == []
+    assert _holders(tmp_path / "server.log") == []
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+def _holders(log: Path) -> list[str]:
+    """Processes that still have the server's log open: the guard, the server, and its engines all write to it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [os.readlink(link) for link in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        if str(log) in links:
+            found.append(process.name)
+    return found

@@ -52,7 +52,7 @@ def test_every_make_target_that_it_names_exists() -> None:
         "clean",
         "help",
     } <= targets
-    assert set(re.findall(r"`?make ([a-z-]+)[ `]", README)) <= targets
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE)) <= targets
 
 
 def test_the_quick_start_has_20_lines_and_imports_what_exists() -> None:
