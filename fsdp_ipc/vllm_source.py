@@ -60,9 +60,9 @@ class VLLMSourceMethods:
         del rank
         return [meta.name for meta in self.metadata]
 
-    def held_names(self) -> None:
+    def held_names(self) -> list[str] | None:
         """None, for all names (vLLM 0.29 to 0.32)."""
-        return
+        return None
 
     def groups(self) -> list[list[str]]:
         """One group for each tensor, in order (vLLM 0.29 to 0.32)."""
