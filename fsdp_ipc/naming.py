@@ -271,7 +271,12 @@ class Naming:
         clean = {fqn: name for name, fqn in raw.items()}
         for group in ties:
             names = [clean[fqn] for fqn in group if fqn in clean]
-            if self.ties == "once":
+            if self.ties == "once" and len(names) > 1:
+                if changed := [name for name in names if name in merges and merges[name].terms]:
+                    raise ValueError(
+                        f"{' and '.join(names)} are one parameter, but an adapter changes {changed[0]} alone, so that one "
+                        "name can't stand for both; ties='both' sends each, for a server that does not tie them"
+                    )
                 for name in self._tied_away(names, list(infos)):
                     del infos[name]
         infos = {name: info for name, info in infos.items() if name not in drop}
@@ -322,7 +327,7 @@ class Naming:
                     merges=tuple(merges[name] for name in recipe.inputs if name in merges),
                 )
             )
-        _refuse_collisions((emit.name, f"{r.fqn}[{emit.start}]") for r in result for emit in r.emits)
+        _refuse_collisions((e.name, f"{r.fqn} [{n}]") for r in result for n, e in enumerate(r.emits))
         return result
 
 

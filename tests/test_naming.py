@@ -152,6 +152,14 @@ def test_field_D26_two_names_on_one_target_are_refused() -> None:
         naming.recipes({"a.w": info(2), "b.w": info(2)})
 
 
+def test_two_names_of_one_conversion_on_one_target_are_refused() -> None:
+    def convert(state: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {"x.a": state["w"] + 1, "y.a": state["w"] + 2}
+
+    with pytest.raises(ValueError, match=r"a \(from w \[0\] and from w \[1\]\)"):
+        Naming(convert=convert, rename=(Rename("x", ""), Rename("y", ""))).recipes({"w": info(2)})
+
+
 def test_prefix_can_be_added_and_removed() -> None:
     assert Rename("", "model").apply("a.w") == "model.a.w"
     assert Rename("model.", "").apply("model.a.w") == "a.w"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -170,6 +171,19 @@ def test_what_can_not_be_merged_is_refused_by_name(more: dict[str, Any], cause: 
     model = get_peft_model(models.build("llama"), LoraConfig(target_modules=["q_proj"], **more))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"layers\.0\.self_attn\.q_proj .*({cause})"):
         naming_for(model)
+
+
+def test_an_adapter_on_one_end_of_a_tie_is_refused_or_sent_apart() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own, about the tie
+        model = get_peft_model(models.build("llama_tied"), config)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"an adapter changes lm_head\.weight alone"):
+        stream(naming_for(model), model)
+    made = stream(naming_for(model, ties="both"), model)
+    assert not torch.equal(made["lm_head.weight"], made["model.embed_tokens.weight"])
 
 
 def test_other_methods_are_refused_by_name() -> None:
