@@ -33,6 +33,7 @@ from recipes.probe import WorkerProbe
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.serve import Server
 from recipes.shapes import EXPERT_STYLES, Shape, build, checkpoint_tensors, negate, shape_of, write_server_dir
+from recipes.traffic import counted_traffic
 from recipes.variants import VARIANTS, Unavailable, Variant, make_variant
 from recipes.weight_digest import Verdict, expected_digests
 from recipes.worker_extension import memory_figures
@@ -103,6 +104,7 @@ class _Run:
     trainer_extra: int | None = None
     worker_extra: int | None = None
     allocations: int | None = None
+    traffic: int = 0
     first_s: float = 0.0
     second_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -251,12 +253,14 @@ class Bench:
             assert probe is not None
             worker_before = on_rank0(lambda: probe.memory(reset=True))
             before = self._own_memory(reset=True)
-            self._timed(run)
+            with counted_traffic() as traffic:
+                self._timed(run)
             after = self._own_memory()
             worker_after = on_rank0(probe.memory)
             self._verify(run, expected, "the last push")
         finally:
             negate(model)
+        run.traffic = traffic["bytes"]
         if "allocations" in after:
             run.allocations = after["allocations"] - before["allocations"]
         if "peak" in worker_after[0]:
@@ -363,10 +367,13 @@ class Bench:
             trainer_extra=run.trainer_extra,
             worker_extra=run.worker_extra,
             allocations=run.allocations,
+            received_from_ranks=run.traffic,
             versus=stock.name if stock is not None else None,
             speed_up=median(stock.seconds) / seconds["median"] if stock is not None else None,
             verdict=run.verdict.text(),
         )
+        if dist.get_world_size() > 1:
+            self.log.say(f"  {run.name}: {run.traffic / 1e9:.3f} GB a push came from other ranks")
         if run.name == "ours" and dist.get_rank() == 0 and run.variant is not None:
             stem = case.replace(" ", "-")
             spans = run.variant.spans()

@@ -19,8 +19,18 @@ from recipes.probe import WorkerProbe
 from recipes.ranks import on_rank0
 from recipes.shapes import checkpoint_tensors, sent_naming
 
-VARIANTS = ("vllm_packed", "vllm_unpacked", "stock_packed", "stock_unpacked", "ours", "ours_unpacked", "file")
-"""vLLM's own trainer function; our sender over the stock wire; our sender with our plugin; a file in between."""
+VARIANTS = (
+    "vllm_packed",
+    "vllm_unpacked",
+    "stock_packed",
+    "stock_unpacked",
+    "ours",
+    "ours_unpacked",
+    "ours_everywhere",
+    "file",
+)
+"""vLLM's own trainer function; our sender over the stock wire; our sender with our plugin (packed,
+unpacked, every expert to every worker); a file in between."""
 
 Span = tuple[str, int, float, float]
 
@@ -78,6 +88,7 @@ class OurVariant:
         bucket_bytes: int | None,
         num_slots: int,
         group: Any,
+        rank_local_experts: bool,
     ) -> None:
         self.server = backend
         self._client = CountingClient(HTTPWeightSyncClient(url))
@@ -90,6 +101,7 @@ class OurVariant:
             packed=packed,
             bucket_bytes=bucket_bytes,
             num_slots=num_slots,
+            rank_local_experts=rank_local_experts,
         )
 
     def send(self) -> dict[str, Any]:
@@ -246,6 +258,7 @@ def make_variant(
         bucket_bytes=max(stock_bucket_bytes, _largest(model, dtype)) if kind == "stock" else bucket_bytes,
         num_slots=num_slots,
         group=group,
+        rank_local_experts=mode != "everywhere",
     )
 
 

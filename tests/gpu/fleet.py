@@ -248,6 +248,46 @@ def run_tasks(
         results.add(f"trainer {name}", False, f"exit code {code}, {len(lines)} outcomes")
 
 
+def launch(ranks: int, module: str, args: Sequence[str], *, log: Path, timeout_s: float) -> list[int]:
+    """Run a module on ranks that nobody watches over: when one dies the others are left to find out by themselves.
+
+    Returns:
+        Exit codes by rank; -9 for those that were still running when time was up.
+    """
+    port, children = free_port(), []
+    for rank in range(ranks):
+        env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        env |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with log.with_suffix(f".{rank}.log").open("w") as file:
+            argv = [sys.executable, "-m", module, *args]
+            children.append(
+                subprocess.Popen(
+                    argv,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=env,
+                    start_new_session=True,
+                )
+            )
+    deadline = time.monotonic() + timeout_s
+    codes = []
+    for child in children:
+        try:
+            codes.append(child.wait(max(0.1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            codes.append(-9)
+    return codes
+
+
 def torchrun(
     ranks: int,
     module: str,

@@ -115,7 +115,7 @@ def correct(options: argparse.Namespace, out: Path, clock: Clock, results: Resul
         urls = fleet.wait(clock.left(options.start_timeout))
         tasks: list[dict[str, Any]] = []
         for kind, shape in shapes.items():
-            base = {
+            base: dict[str, Any] = {
                 "shape": shape,
                 "checkpoint_a": str(folders[f"{kind}-a"]),
                 "checkpoint_b": str(folders[f"{kind}-b"]),
