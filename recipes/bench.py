@@ -422,7 +422,7 @@ def server_args(shape: Shape, config: BenchConfig, device: torch.device) -> list
     args = ["--worker-extension-cls", EXTENSION, "--no-enable-log-requests"]
     if device.type == "cuda":
         # A fixed cache, because what others take of the GPU meanwhile would confuse vLLM's own measurement.
-        args += ["--kv-cache-memory-bytes", str(1 << 30)]
+        args += ["--kv-cache-memory-bytes", str(1 << 29)]
     if config.expert_parallel and shape.is_moe:
         args += ["--enable-expert-parallel"]
     return args

@@ -121,7 +121,7 @@ class Fleet:
         """Start one; it is not waited for."""
         args = [*self._common, *spec.args]
         if self._on_gpu:
-            args = ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024", *args]
+            args = ["--kv-cache-memory-bytes", str(1 << 29), "--max-num-batched-tokens", "1024", *args]
         config = ServerConfig(
             backend=spec.backend,
             max_model_len=512,

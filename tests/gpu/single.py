@@ -106,12 +106,12 @@ def correct(options: argparse.Namespace, out: Path, clock: Clock, results: Resul
             )
             if on_gpu and options.fp8:
                 fp8 = ["--quantization", "fp8"]
-                for name, args in (("fp8", fp8), ("fp8-loaded", [*fp8, *loaded])):
-                    backend = "fsdp_ipc" if name == "fp8" else "ipc"
-                    spec = ServerSpec(
-                        name=f"{kind}-{name}", model_dir=folders[f"{kind}-a"], backend=backend, args=args
+                # The server that is pushed into has loaded other weights: a fresh load is what it must come to equal.
+                for name, letter, backend in (("fp8", "b", "fsdp_ipc"), ("fp8-loaded", "a", "ipc")):
+                    model, args = folders[f"{kind}-{letter}"], [*fp8, *loaded]
+                    fleet.start(
+                        ServerSpec(name=f"{kind}-{name}", model_dir=model, backend=backend, args=args)
                     )
-                    fleet.start(spec)
         urls = fleet.wait(clock.left(options.start_timeout))
         tasks: list[dict[str, Any]] = []
         for kind, shape in shapes.items():
