@@ -32,6 +32,8 @@ def copy_floor(nbytes: int, device: torch.device, repeat: int = 10) -> dict[str,
         counted.
     """
     block = min(nbytes, _BLOCK if device.type == "cuda" else 256 << 20)
+    if device.type == "cuda":
+        block = min(block, max(64 << 20, (torch.cuda.mem_get_info(device)[0] - (2 << 30)) // 2))
     source = torch.empty(block, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     seconds = median(_times(lambda: target.copy_(source), device, repeat))
