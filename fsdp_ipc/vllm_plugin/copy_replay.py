@@ -66,11 +66,11 @@ class CopyPlan:
         return len(self.proven)
 
     def reasons(self) -> Counter[str]:
-        """Live tensors on the loader, counted by reason."""
+        """Parameters on the loader, counted by reason."""
         counts: Counter[str] = Counter()
         for kernel in self.kernels:
             verdicts = [self.verdicts[module] for module, _ in kernel.users if module in self.verdicts]
-            if kernel not in self.proven and any(verdicts):
+            if kernel not in self.proven and isinstance(kernel.tensor, nn.Parameter) and any(verdicts):
                 counts[next(v for v in verdicts if v)] += 1
         return counts
 
