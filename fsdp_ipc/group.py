@@ -75,8 +75,10 @@ class TrainerGroup:
             timeout=timedelta(seconds=timeout_s),
             backend="gloo",
             use_local_synchronization=True,
-            sort_ranks=False,
         )
+        # torch orders a new group by global rank, whatever order was given.
+        by_global_rank = sorted(self.ranks)
+        self._order = [by_global_rank.index(rank) for rank in self.ranks]
 
     @property
     def is_sender(self) -> bool:
@@ -89,7 +91,7 @@ class TrainerGroup:
             return self._control
         if self.data_group is None:
             self.data_group = dist.new_group(
-                list(self.ranks), use_local_synchronization=True, sort_ranks=False
+                list(self.ranks), use_local_synchronization=True
             )
         return self.data_group
 
@@ -106,7 +108,7 @@ class TrainerGroup:
         gathered: list[Any] = [None] * self.size
         with self._named(step):
             dist.all_gather_object(gathered, obj, group=self._control)
-        return gathered
+        return [gathered[at] for at in self._order]
 
     def broadcast_object(self, obj: T | None, step: str) -> T:
         """All ranks, collective: the sender's object."""
@@ -153,6 +155,7 @@ class TrainerGroup:
         with self._named(step, error):
             # Flat, so that ranks at different steps fail in gloo instead of mixing rows of different lengths.
             all_gather(rows.view(-1), row, self._control)
+        rows = rows[self._order]
         if bool((rows[:, 0] == _FAILED).any()):
             causes = self.gather_objects(describe(error) if error is not None else None, step)
             failures = {rank: cause for rank, cause in enumerate(causes) if cause is not None}
