@@ -68,7 +68,8 @@ def expected(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
         if name in buffers:
             wanted[name] = tensor
         elif name in tensors:
-            wanted[name] = tensor if dtype is None or tensor.dtype.itemsize < 2 else tensor.to(dtype)
+            keeps = dtype is None or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2
+            wanted[name] = tensor if keeps else tensor.to(dtype)
     return wanted
 
 
