@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from fsdp_ipc.cuda_ipc import _allocator_settings, _set_allocator_settings
 from fsdp_ipc import cuda_ipc
 from fsdp_ipc.dtypes import view
 from fsdp_ipc.handles import IpcHandle, allocate, device_key, export, open_handle, stock_rebuild_args
@@ -292,11 +293,11 @@ def test_too_much_is_a_memory_error_with_numbers():
 
 def trainer_allocate(state):
     state["filler"] = torch.zeros(64 * MIB, dtype=torch.uint8, device=gpu())
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = _allocator_settings()
     state["buffer"] = allocate(32 * MIB, gpu(), key=key())
     state["buffer"].bytes.fill_(5)
     torch.cuda.synchronize()
-    after = torch._C._accelerator_getAllocatorSettings()
+    after = _allocator_settings()
     return before, after, state["buffer"].handle.to_json()
 
 
@@ -310,8 +311,8 @@ def trainer_export(state):
 
 def trainer_turn_on(state):
     """Expandable segments on, and then a settings string that does not say so."""
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:512")
+    _set_allocator_settings("expandable_segments:True")
+    _set_allocator_settings("max_split_size_mb:512")
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
