@@ -46,8 +46,10 @@ class Digester:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         nbytes = flat.numel()
         for word in (torch.int32, torch.int16):
-            if nbytes % word.itemsize == 0 and flat.storage_offset() % word.itemsize == 0:
-                flat = flat.view(word)
+            if nbytes % word.itemsize == 0:
+                # The word must not depend on where the memory lies: other words give another digest.
+                aligned = flat.storage_offset() % word.itemsize == 0
+                flat = (flat if aligned else flat.clone()).view(word)
                 break
         sums = []
         for first in range(0, flat.numel(), _CHUNK):
