@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_ipc.vllm_plugin.copy_kernel import batched_copy
 from fsdp_ipc.vllm_plugin.copy_layout import Layout
 from fsdp_ipc.vllm_plugin.copy_memory import Kernel, Piece
 from fsdp_ipc.vllm_plugin.loader import NamedTensors, is_attention
@@ -36,7 +38,7 @@ class _Bound:
     """One bucket's copies, ready to run."""
 
     tensors: NamedTensors
-    pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    copies: list[Callable[[], object]]
     rest: NamedTensors
 
 
@@ -98,8 +100,8 @@ class CopyPlan:
         bound = self._bound.get(bucket)
         if bound is None or bound.tensors is not tensors:
             bound = self._bound[bucket] = self._bind_bucket(bucket, tensors)
-        for into, out_of in bound.pairs:
-            torch._foreach_copy_(into, out_of)
+        for copy in bound.copies:
+            copy()
         return bound.rest
 
     def settle(self, model: nn.Module) -> None:
@@ -179,10 +181,13 @@ class CopyPlan:
                 or name in self.strayed
             ):
                 rest.append((name, tensor))
-        pairs = list(groups.values())
+        copies: list[Callable[[], object]] = []
+        for (to, of, _, alike), (into, out_of) in groups.items():
+            batched = batched_copy(into, out_of) if alike and to is of else None
+            copies.append(batched or partial(_copy_all, into, out_of))
         if bucket == 0 and self._constants[0]:
-            pairs.append(self._constants)
-        return _Bound(tensors, pairs, rest)
+            copies.append(partial(_copy_all, *self._constants))
+        return _Bound(tensors, copies, rest)
 
 
 class _PartOfModel(nn.Module):
@@ -221,6 +226,10 @@ def kernels_of(model: nn.Module) -> list[Kernel]:
             if tensor is not None and tensor.device.type != "meta":
                 found.setdefault(id(tensor), Kernel(tensor, [])).users.append((module, name))
     return list(found.values())
+
+
+def _copy_all(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(into, out_of)
 
 
 def _place(kept: _Kept) -> tuple[Any, ...]:
