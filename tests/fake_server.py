@@ -47,6 +47,7 @@ class FakeServer:
         dev_mode: `VLLM_SERVER_DEV_MODE`.
         allow_insecure: `VLLM_ALLOW_INSECURE_SERIALIZATION`.
         data_parallel_size: Replicas among which the workers are divided.
+        sleep_mode: `--enable-sleep-mode`.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class FakeServer:
         dev_mode: bool = True,
         allow_insecure: bool = True,
         data_parallel_size: int = 1,
+        sleep_mode: bool = True,
     ) -> None:
         self.version, self.backend, self.dev_mode = version, backend, dev_mode
-        self.data_parallel_size = data_parallel_size
+        self.data_parallel_size, self.sleep_mode = data_parallel_size, sleep_mode
         self.dialect = dialect_for(version)
         self.workers: list[Any] = list(
             workers
@@ -72,7 +74,9 @@ class FakeServer:
             else [AnyWorker()]
         )
         self.calls: list[tuple[str, Any]] = []
-        self.initialized = self.active = self.sleeping = self.paused = False
+        self.initialized = self.active = self.paused = False
+        self.asleep: set[str] = set()
+        self.log_stats = True
         self.weight_version = "default"
         self.published: list[str] = []
         self.num_cache_resets = 0
@@ -110,7 +114,9 @@ class FakeServer:
     @property
     def routes(self) -> list[str]:
         """Routes that were called, in order, without those that only ask."""
-        quiet = ("/version", "/server_info", "/get_world_size", "/is_sleeping", "/is_paused", "/health")
+        quiet = (
+            "/version", "/server_info", "/get_world_size", "/is_sleeping", "/is_paused", "/health", "/metrics",
+        )  # fmt: skip
         return [route for route, _ in self.calls if route not in quiet]
 
     # Faults. `after` calls of the route go through, then `times` calls fail (-1: all).
@@ -210,7 +216,11 @@ class FakeServer:
             "data_parallel_external_lb": False,
             "data_parallel_hybrid_lb": False,
         }
-        config = {"weight_transfer_config": transfer, "parallel_config": parallel}
+        config = {
+            "weight_transfer_config": transfer,
+            "parallel_config": parallel,
+            "model_config": {"enable_sleep_mode": self.sleep_mode},
+        }
         return {"vllm_config": config if query.get("config_format") == ["json"] else str(config)}
 
     def _do_get_world_size(self, query: Any, body: Any) -> Any:
@@ -248,7 +258,7 @@ class FakeServer:
         if not self.active:
             self._violations.append("update outside start and finish")
             raise RuntimeError("start_weight_update must be called before update_weights.")
-        if self.sleeping:
+        if "weights" in self.asleep:
             self._violations.append("update while the server sleeps: a real one dies")
             self.closing.wait()
         if isinstance(info, list) and not self.dialect.list_payload:
@@ -299,15 +309,27 @@ class FakeServer:
         return {"is_paused": self.paused}
 
     def _do_sleep(self, query: Any, body: Any) -> Any:
-        self.sleeping = True
+        self.asleep = {"weights", "kv_cache"}
         return _NO_BODY
 
     def _do_wake_up(self, query: Any, body: Any) -> Any:
-        self.sleeping = False
+        self.asleep -= set(query.get("tags", self.asleep))
+        if not self.asleep:
+            self.paused = False
         return _NO_BODY
 
     def _do_is_sleeping(self, query: Any, body: Any) -> Any:
-        return {"is_sleeping": self.sleeping}
+        # Also true while it is only paused, and until the last part is awake.
+        return {"is_sleeping": self.paused or bool(self.asleep)}
+
+    def sleep_metrics(self) -> str:
+        """The sleep state as vLLM's metrics tell it; releases before 0.29 take any waking for all of it."""
+        partly = bool(self.asleep) if self.dialect.first >= (0, 29) else "weights" in self.asleep
+        lines = [
+            f'vllm:engine_sleep_state{{engine="0",model_name="m",sleep_state="{state}"}} {float(value)}'
+            for state, value in (("awake", not partly), ("weights_offloaded", partly), ("discard_all", False))
+        ]
+        return "\n".join(["# HELP vllm:engine_sleep_state Engine sleep state", *lines, ""])
 
     def _do_reset_prefix_cache(self, query: Any, body: Any) -> Any:
         self.num_cache_resets += 1
@@ -373,6 +395,9 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
                 fake.calls.append((parts.path, body))
                 fault = fake.fault(parts.path)
                 if fault is not None and fault(self):
+                    return
+                if parts.path == "/metrics":
+                    self.reply(200, (fake.sleep_metrics() if fake.log_stats else "").encode(), "text/plain")
                     return
                 try:
                     result = fake.handle(parts.path, parse_qs(parts.query), body)

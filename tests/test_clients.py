@@ -212,7 +212,7 @@ def test_lifecycle_helpers() -> None:
         assert not client.is_paused()
         client.sleep(level=2)
         assert client.is_sleeping()
-        client.wake_up("weights")
+        client.wake_up()
         assert not client.is_sleeping()
         server.checksums = {"a.weight": "00ff"}
         assert client.weight_checksums() == [{"a.weight": "00ff"}]
@@ -340,13 +340,75 @@ def test_field_E7_a_sleeping_server_can_be_seen_before_an_update() -> None:
     with FakeServer(backend="fsdp_ipc") as a, FakeServer(backend="fsdp_ipc") as b:
         client = make_client(a, b, request_timeout_s=0.5)
         assert not client.is_sleeping()
-        b.sleeping = True
+        b.asleep = {"weights"}
         assert client.is_sleeping(), "one sleeping server is enough"
         client.init_weight_transfer_engine({})
         client.start_weight_update()
         with pytest.raises(ServerRequestError, match="timed out"):
             client.update_weights({})
         assert b.violations == ["update while the server sleeps: a real one dies"]
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("CUDA error: invalid device context", "namespaces"),
+        ("RuntimeError: pidfd_getfd: Operation not permitted", "expandable"),
+        ("OSError: [Errno 22] Invalid argument", None),
+        ("CUDA error: invalid resource handle", "WSL2"),
+    ],
+)
+def test_field_A17_a_workers_cuda_error_comes_with_advice(text: str, advice: str | None) -> None:
+    """https://github.com/vllm-project/vllm/pull/55906: separate PID namespaces give `invalid device context`."""
+    with FakeServer() as server:
+        server.fail("/pause", text)
+        with pytest.raises(ServerRequestError) as caught:
+            make_client(server).pause()
+    assert caught.value.body == text
+    assert caught.value.hint is None if advice is None else advice in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
+@pytest.mark.parametrize("log_stats", [True, False])
+def test_field_E7_only_weights_that_sleep_are_in_the_way(version: str, log_stats: bool) -> None:
+    """https://github.com/vllm-project/vllm/issues/57853: paused or half-awake servers say `is_sleeping` as well."""
+    with FakeServer(version=version) as server:
+        server.log_stats = log_stats
+        client = make_client(server)
+        client.server_info()
+        assert not client.weights_asleep()
+        client.pause()
+        assert client.is_sleeping()
+        assert not client.weights_asleep(), "paused only"
+        client.sleep()
+        assert client.weights_asleep()
+        client.wake_up("kv_cache")
+        assert client.weights_asleep()
+        client.wake_up("weights")
+        assert not client.weights_asleep()
+        client.sleep()
+        client.wake_up("weights")
+        assert client.is_sleeping()
+        assert not client.weights_asleep(), "the cache sleeps, the weights do not"
+        client.wake_up("kv_cache")
+        assert not client.weights_asleep()
+
+
+def test_field_E7_another_clients_sleep_is_seen_and_its_pause_is_no_sleep() -> None:
+    """https://github.com/vllm-project/vllm/issues/57853: someone else put the server to sleep."""
+    with FakeServer() as server:
+        ours, theirs = make_client(server), make_client(server)
+        theirs.pause()
+        assert not ours.weights_asleep()
+        theirs.sleep()
+        assert ours.weights_asleep()
+        server.log_stats = False
+        assert ours.weights_asleep(), "where it cannot be told, an update is not risked"
+    with FakeServer(sleep_mode=False) as server:
+        client = make_client(server)
+        assert client.server_info().sleep_mode is False
+        server.paused = True
+        assert not client.weights_asleep()
 
 
 # In-process engines.

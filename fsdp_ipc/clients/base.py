@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from fsdp_ipc.cuda_ipc import hint as cuda_hint
+
 
 @runtime_checkable
 class WeightSyncClient(Protocol):
@@ -39,6 +41,7 @@ class ServerInfo:
             or the server does not tell, see `backend_known`.
         backend_known: Whether `backend` was read from the server, so that None means "none configured".
         dev_mode: Whether the development routes, the weight-transfer routes among them, are there.
+        sleep_mode: Whether the server can sleep (`--enable-sleep-mode`); None where it does not tell.
         num_workers: Workers that one call reaches, by server, in the order of the URLs; None where the server
             does not tell.
     """
@@ -47,6 +50,7 @@ class ServerInfo:
     backend: str | None = None
     backend_known: bool = False
     dev_mode: bool = True
+    sleep_mode: bool | None = None
     num_workers: tuple[int | None, ...] = (None,)
 
     @property
@@ -174,32 +178,6 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "a packed chunk holds a tensor at an offset that its dtype cannot be read from",
     ),
     (
-        "is sleeping",
-        "wake the server's weights first (POST /wake_up?tags=weights)",
-    ),
-    (
-        "asleep",
-        "wake the server's weights first (POST /wake_up?tags=weights)",
-    ),
-    (
-        "pidfd_getfd",
-        (
-            "the trainer's memory was allocated with expandable segments: unset expandable_segments in "
-            "PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) of the trainer"
-        ),
-    ),
-    (
-        "invalid device context",
-        "CUDA IPC failed in the worker: trainer and server must share the IPC and PID namespaces of one host",
-    ),
-    (
-        "invalid resource handle",
-        (
-            "CUDA IPC failed in the worker: trainer and server must share the IPC and PID namespaces of one host, be "
-            "different processes, and not run under WSL2"
-        ),
-    ),
-    (
         "enginedead",
         "the server's engine process has died, see its log; an update while the server sleeps kills it",
     ),
@@ -229,7 +207,26 @@ def hint_for(status: int | None, text: str) -> str | None:
     for piece, cure in _HINTS:
         if piece in lowered:
             return cure
+    if "cuda" in lowered or "pidfd_getfd" in lowered:
+        return cuda_hint(text)
     return _NO_DEV_ROUTE if status in (404, 405) else None
+
+
+def refuse_asleep(client: Any) -> None:
+    """Raise if the weights of a server sleep: an update would kill its engine (vllm-project/vllm#57853).
+
+    Args:
+        client: Asked if it has `weights_asleep`; any other client is trusted.
+
+    Raises:
+        RuntimeError: The weights sleep, or it cannot be told.
+    """
+    asleep = getattr(client, "weights_asleep", None)
+    if callable(asleep) and asleep():
+        raise RuntimeError(
+            "the server is asleep: wake its weights first, with wake_up('weights') of the client that sends. Where "
+            "another process woke them, calling it once more does no harm"
+        )
 
 
 def error_text(body: str, limit: int = 4000) -> str:

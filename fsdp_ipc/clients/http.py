@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 from fsdp_ipc.clients.base import ServerInfo, ServerRequestError
@@ -31,6 +32,11 @@ class HTTPWeightSyncClient(HTTPTransport):
     """
 
     __module__ = "fsdp_ipc.clients"
+
+    # What this client itself did to the servers last, because they tell it in part only: see `weights_asleep`.
+    _can_sleep: bool | None = None
+    _weights_woken = False
+    _only_paused = False
 
     # The four verbs.
 
@@ -114,11 +120,14 @@ class HTTPWeightSyncClient(HTTPTransport):
                     f"{first.version}, backend {first.backend}, development mode {first.dev_mode}, and {url} has vLLM "
                     f"{info.version}, backend {info.backend}, development mode {info.dev_mode}"
                 )
+        modes = {info.sleep_mode for info in infos}
+        self._can_sleep = None if None in modes else True in modes
         return ServerInfo(
             version=first.version,
             backend=first.backend,
             backend_known=all(info.backend_known for info in infos),
             dev_mode=first.dev_mode,
+            sleep_mode=self._can_sleep,
             num_workers=tuple(info.num_workers[0] for info in infos),
         )
 
@@ -141,6 +150,7 @@ class HTTPWeightSyncClient(HTTPTransport):
             ServerRequestError: A server refused or did not answer.
         """
         self.post("/pause", params={"mode": mode})
+        self._only_paused = not self._weights_woken
 
     def resume(self) -> None:
         """Resume generation on every server.
@@ -149,6 +159,7 @@ class HTTPWeightSyncClient(HTTPTransport):
             ServerRequestError: A server refused or did not answer.
         """
         self.post("/resume")
+        self._only_paused = False
 
     def is_paused(self) -> bool:
         """Whether generation is paused on at least one server."""
@@ -164,6 +175,7 @@ class HTTPWeightSyncClient(HTTPTransport):
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
+        self._weights_woken = self._only_paused = False
         self.post("/sleep", params={"level": str(level), "mode": mode})
 
     def wake_up(self, *tags: str) -> None:
@@ -176,10 +188,29 @@ class HTTPWeightSyncClient(HTTPTransport):
             ServerRequestError: A server refused or did not answer.
         """
         self.post("/wake_up", params={"tags": list(tags)} if tags else None)
+        self._weights_woken = self._weights_woken or not tags or "weights" in tags
 
     def is_sleeping(self) -> bool:
-        """Whether at least one server sleeps; a server without sleep mode is awake."""
+        """Whether at least one server says that it sleeps: vLLM says so too while it is only paused or half awake."""
         return any(self._field(answer, "is_sleeping") for answer in self.get("/is_sleeping"))
+
+    def weights_asleep(self) -> bool:
+        """Whether the weights of a server are not in its memory, so that an update would kill it.
+
+        `/is_sleeping` is true as well for a server that is paused, and for one whose weights were woken but not its
+        cache. What this client did to the servers comes first, then the sleep state in their metrics; where that
+        leaves it open, the answer is yes.
+
+        Returns:
+            False only if it is certain that an update meets weights.
+
+        Raises:
+            ServerRequestError: A server did not answer.
+        """
+        if self._can_sleep is False or self._weights_woken or not self.is_sleeping():
+            return False
+        states = [_sleep_state(text) for text in self.fan_out(self._metrics)]
+        return any(not self._only_paused if state is None else state for state in states)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool | None:
         """Drop the cached keys and values of old weights on every server; an update does not do it.
@@ -253,10 +284,13 @@ class HTTPWeightSyncClient(HTTPTransport):
         if not isinstance(config, dict):
             return ServerInfo(version=version, num_workers=(self._world_size(url),))
         transfer = config.get("weight_transfer_config")
+        model = config.get("model_config")
+        sleep_mode = model.get("enable_sleep_mode") if isinstance(model, dict) else None
         return ServerInfo(
             version=version,
             backend=transfer.get("backend") if isinstance(transfer, dict) else None,
             backend_known="weight_transfer_config" in config,
+            sleep_mode=sleep_mode if isinstance(sleep_mode, bool) else None,
             num_workers=(_num_workers(config.get("parallel_config")) or self._world_size(url),),
         )
 
@@ -267,10 +301,24 @@ class HTTPWeightSyncClient(HTTPTransport):
             return size if isinstance(size, int) else None
         return None
 
+    def _metrics(self, url: str) -> str:
+        status, text = self.fetch(url, "GET", "/metrics")
+        return text if status == 200 else ""
+
     def _field(self, answer: Any, name: str) -> Any:
         if not isinstance(answer, dict) or name not in answer:
             raise ValueError(f"expected a server's answer with {name!r}, got {answer!r}")
         return answer[name]
+
+
+def _sleep_state(metrics: str) -> bool | None:
+    """Whether any engine's weights are offloaded or discarded, from Prometheus text; None if it does not tell."""
+    states = re.findall(
+        r'^vllm:engine_sleep_state\{[^}]*sleep_state="(\w+)"[^}]*\}\s+([0-9.e+]+)\s*$', metrics, re.MULTILINE
+    )
+    if not states:
+        return None
+    return any(state in ("weights_offloaded", "discard_all") and float(value) > 0 for state, value in states)
 
 
 def _verdict(answer: Any) -> bool | None:

@@ -124,24 +124,7 @@ class HTTPTransport:
             The parsed JSON of the answer, or None if its body is empty.
         """
         label = f"{method} {route}"
-        try:
-            status, text = self._exchange(url, method, route, data, params)
-        except (requests.Timeout, TimeoutError) as error:
-            raise ServerRequestError(
-                url,
-                label,
-                status=None,
-                body=f"timed out after {self.request_timeout_s:g} s ({type(error).__name__})",
-                hint="raise request_timeout_s if the server is only slow; see the server's log otherwise",
-            ) from error
-        except requests.RequestException as error:
-            raise ServerRequestError(
-                url,
-                label,
-                status=None,
-                body=f"{type(error).__name__}: {error}",
-                hint="is the server up, and is this its address?",
-            ) from error
+        status, text = self.fetch(url, method, route, data=data, params=params)
         if not 200 <= status < 300:
             raise ServerRequestError(
                 url, label, status=status, body=error_text(text), hint=hint_for(status, text)
@@ -157,6 +140,40 @@ class HTTPTransport:
                 status=status,
                 body=error_text(text, limit=400),
                 hint="expected JSON or an empty body: this address is not a vLLM server's, or a proxy answered for it",
+            ) from error
+
+    def fetch(
+        self,
+        url: str,
+        method: str,
+        route: str,
+        *,
+        data: bytes | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> tuple[int, str]:
+        """Status and body of one request to one server, whatever they are.
+
+        Raises:
+            ServerRequestError: No answer came.
+        """
+        label = f"{method} {route}"
+        try:
+            return self._exchange(url, method, route, data, params)
+        except (requests.Timeout, TimeoutError) as error:
+            raise ServerRequestError(
+                url,
+                label,
+                status=None,
+                body=f"timed out after {self.request_timeout_s:g} s ({type(error).__name__})",
+                hint="raise request_timeout_s if the server is only slow; see the server's log otherwise",
+            ) from error
+        except requests.RequestException as error:
+            raise ServerRequestError(
+                url,
+                label,
+                status=None,
+                body=f"{type(error).__name__}: {error}",
+                hint="is the server up, and is this its address?",
             ) from error
 
     def _exchange(

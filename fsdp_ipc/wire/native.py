@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fsdp_ipc.clients.base import WeightSyncClient
+from fsdp_ipc.clients.base import WeightSyncClient, refuse_asleep
 from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.errors import WeightSyncError
@@ -190,6 +190,7 @@ class NativeDelivery:
         }
 
         def start() -> None:
+            refuse_asleep(client)
             client.start_weight_update()
             self._in_update = True
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdp_ipc.clients.base import WeightSyncClient
+from fsdp_ipc.clients.base import WeightSyncClient, refuse_asleep
 from fsdp_ipc.dtypes import dtype_from_name
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.cuda_ipc import collect
@@ -135,7 +135,7 @@ class StockDelivery:
         client, error = self._client, None
         if client is not None and self._group.is_sender:
             try:
-                _refuse_asleep(client)
+                refuse_asleep(client)
                 client.start_weight_update()
                 self._in_update = True
             except Exception as caught:
@@ -208,12 +208,3 @@ def _view(memory: torch.Tensor, row: TensorRow) -> torch.Tensor:
     for size in row.shape:
         numel *= size
     return memory[row.offset : row.offset + numel * dtype.itemsize].view(dtype).view(row.shape)
-
-
-def _refuse_asleep(client: Any) -> None:
-    """An update while the server sleeps kills its engine (vllm#57853)."""
-    asleep = getattr(client, "is_sleeping", None)
-    if asleep is not None and asleep():
-        raise RuntimeError(
-            "the server is asleep: wake its weights first (POST /wake_up?tags=weights), then send"
-        )
