@@ -51,7 +51,7 @@ def _holders(log: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            links = [os.readlink(link) for link in (process / "fd").iterdir()]
+            links = [str(link.readlink()) for link in (process / "fd").iterdir()]
         except OSError:
             continue
         if str(log) in links:
