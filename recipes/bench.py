@@ -34,7 +34,7 @@ from recipes.ranks import joined, on_rank0, own_device
 from recipes.serve import Server
 from recipes.shapes import EXPERT_STYLES, Shape, build, checkpoint_tensors, negate, shape_of, write_server_dir
 from recipes.traffic import counted_traffic
-from recipes.variants import VARIANTS, Unavailable, Variant, make_variant
+from recipes.variants import VARIANTS, Unavailable, Variant, counted_requests, make_variant
 from recipes.weight_digest import Verdict, expected_digests
 from recipes.worker_extension import memory_figures
 
@@ -278,10 +278,12 @@ class Bench:
         assert run.variant is not None
         synchronize(self._device)
         dist.barrier()
-        began = time.perf_counter()
-        facts = run.variant.send()
-        synchronize(self._device)
-        seconds = time.perf_counter() - began
+        with counted_requests() as requests:
+            began = time.perf_counter()
+            facts = run.variant.send()
+            synchronize(self._device)
+            seconds = time.perf_counter() - began
+        facts["requests"] = dict(requests)
         run.syncs.append({"seconds": seconds, **facts})
         self.log.write("sync", variant=run.name, number=len(run.syncs), seconds=seconds, **facts)
         return seconds
@@ -362,7 +364,7 @@ class Bench:
             times_copy=seconds["median"] / floors["copy"]["seconds"],
             stage_s=stages,
             worker=worker,
-            num_requests=sum(n for name, n in timed[-1]["requests"].items() if name != "is_sleeping"),
+            num_requests=sum(timed[-1]["requests"].values()),
             requests=timed[-1]["requests"],
             trainer_extra=run.trainer_extra,
             worker_extra=run.worker_extra,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -39,23 +41,23 @@ class Unavailable(Exception):  # noqa: N818 - an outcome, not a failure
     """This variant cannot run here; the text says why."""
 
 
-class CountingClient:
-    """Passes every call on and counts the requests by name."""
+@contextmanager
+def counted_requests() -> Iterator[Counter[str]]:
+    """Count the HTTP requests of this process by route while the block runs."""
+    found: Counter[str] = Counter()
+    original = requests.Session.send
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.counts: Counter[str] = Counter()
+    def send(
+        session: requests.Session, request: requests.PreparedRequest, **kwargs: Any
+    ) -> requests.Response:
+        found[urlsplit(str(request.url)).path] += 1
+        return original(session, request, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-        if not callable(method):
-            return method
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.counts[name] += 1
-            return method(*args, **kwargs)
-
-        return call
+    requests.Session.send = send  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        requests.Session.send = original  # type: ignore[method-assign]
 
 
 class Variant(Protocol):
@@ -64,7 +66,7 @@ class Variant(Protocol):
     server: str
 
     def send(self) -> dict[str, Any]:
-        """Push the weights of now; what is known of it besides its time (stages, bytes, requests)."""
+        """Push the weights of now; what is known of it besides its time (stages, bytes)."""
 
     def spans(self) -> list[Span]:
         """Stages of the last push: name, bucket, begin and end in seconds."""
@@ -91,11 +93,10 @@ class OurVariant:
         rank_local_experts: bool,
     ) -> None:
         self.server = backend
-        self._client = CountingClient(HTTPWeightSyncClient(url))
         source = DTensorSource(model, dtype=dtype, keep=(), naming=sent_naming(model, experts))
         self._sender = WeightSender(
             source,
-            self._client,
+            HTTPWeightSyncClient(url),
             group=group,
             backend=backend,  # type: ignore[arg-type]
             packed=packed,
@@ -105,7 +106,6 @@ class OurVariant:
         )
 
     def send(self) -> dict[str, Any]:
-        self._client.counts.clear()
         stats = self._sender.send()
         return {
             "stage_s": dict(stats.stage_s),
@@ -114,7 +114,6 @@ class OurVariant:
             "buckets": stats.num_buckets,
             "resident_bytes": stats.resident_bytes,
             "worker": stats.worker,
-            "requests": dict(self._client.counts),
         }
 
     def spans(self) -> list[Span]:
@@ -134,7 +133,6 @@ class VLLMVariant:
         self._model, self._url, self._experts, self._dtype = model, url, experts, dtype
         self._session = requests.Session()
         self._session.trust_env = False
-        self._requests: Counter[str] = Counter()
         try:
             module = importlib.import_module("vllm.distributed.weight_transfer.ipc_engine")
         except ImportError as error:
@@ -150,12 +148,11 @@ class VLLMVariant:
         self._post("init_weight_transfer_engine", {"init_info": {}})
 
     def send(self) -> dict[str, Any]:
-        self._requests.clear()
         sent: Counter[str] = Counter()
         self._post("start_weight_update")
         self._send(self._tensors(sent), self._arguments)
         self._post("finish_weight_update")
-        return {"bytes": sent["bytes"], "tensors": sent["tensors"], "requests": dict(self._requests)}
+        return {"bytes": sent["bytes"], "tensors": sent["tensors"]}
 
     def spans(self) -> list[Span]:
         return []
@@ -171,7 +168,6 @@ class VLLMVariant:
 
     def _post(self, route: str, body: dict[str, Any] | None = None) -> None:
         def post() -> None:
-            self._requests[route] += 1
             answer = self._session.post(f"{self._url}/{route}", json=body, timeout=300)
             if not answer.ok:
                 raise RuntimeError(f"{route}: status {answer.status_code}: {answer.text[:2000]}")
@@ -198,7 +194,7 @@ class FileVariant:
             self._probe.call("check_load_file", str(self._path))
 
         on_rank0(save_and_load)
-        return {"bytes": nbytes, "tensors": len(full), "requests": {"collective_rpc": 1}}
+        return {"bytes": nbytes, "tensors": len(full)}
 
     def spans(self) -> list[Span]:
         return []

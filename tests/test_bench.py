@@ -94,12 +94,12 @@ def test_wrong_missing_and_absent_experts() -> None:
 
 
 def test_shapes_have_the_real_sizes() -> None:
-    def count(name: str, experts: str, layers: int | None = None) -> tuple[int, float]:
+    def count(name: str, experts: str, layers: int | None = None) -> tuple[int, Any]:
         sizes = [sizes for _, sizes in parameters_of(shape_of(name, layers), experts)]
         return len(sizes), sum(torch.Size(s).numel() for s in sizes) * 2 / 1e9
 
     assert count("qwen3_8b", "each") == (399, pytest.approx(16.38, abs=0.01))
-    assert count("qwen3_30b_a3b", "each", 12) == (4719, pytest.approx(15.22, abs=0.01))
+    assert count("qwen3_30b_a3b", "each", 12) == (4719, pytest.approx(16.20, abs=0.01))
     assert count("qwen3_30b_a3b", "fused", 12)[0] == 135
     assert SHAPES["qwen3_0_6b"].tied
 
@@ -190,7 +190,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
         code, lines, output = _run(server, tmp_path)
     assert code == 0, output
     result = next(line for line in lines if line["kind"] == "result")
-    assert result["num_requests"] == 3
+    result["requests"].pop("/is_sleeping", None)  # this server does not tell whether it can sleep
+    assert result["requests"] == {"/start_weight_update": 1, "/update_weights": 1, "/finish_weight_update": 1}
     assert result["tensors"] == 25
     assert "bit-exact" in result["verdict"]
     assert result["seconds"]["n"] == 2

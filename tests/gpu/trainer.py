@@ -279,8 +279,9 @@ def asleep(job: Job, task: dict[str, Any]) -> None:
     """A push into a sleeping server is refused and leaves it alive; after waking the weights it works."""
     model = make_model(job, task)
     probe = WorkerProbe(task["url"], job.replicas)
+    # Only the client that sends knows what it has woken: the server tells no more than that something sleeps.
     client = HTTPWeightSyncClient(task["url"], request_timeout_s=60)
-    with make_sender(model, task) as sender:
+    with make_sender(model, task, client) as sender:
         sender.send()
         on_rank0(client.sleep)
         try:
@@ -309,7 +310,7 @@ def sleep_rounds(job: Job, task: dict[str, Any]) -> None:
     client = HTTPWeightSyncClient(task["url"], request_timeout_s=120)
     figures: list[list[dict[str, Any]]] = []
     heard: list[Said] = []
-    with make_sender(model, task) as sender:
+    with make_sender(model, task, client) as sender:
         for number in range(task.get("rounds", 5)):
             on_rank0(lambda n=number: client.sleep(task.get("level", 1 + n % 2)))  # type: ignore[misc]
             for param in model.parameters():
