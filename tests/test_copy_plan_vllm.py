@@ -234,7 +234,7 @@ def test_weights_in_parameters_are_replayed(plain: Case, caplog: pytest.LogCaptu
             assert counts.loader_params == 0
 
 
-def test_field_reload_leaves_experts_and_tied_heads_stale_on_cpu(packed: Case) -> None:
+def test_the_reload_alone_leaves_experts_and_tied_heads_stale_on_cpu(packed: Case) -> None:
     """What the repairs are for: vLLM 0.32's own reload, without them."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

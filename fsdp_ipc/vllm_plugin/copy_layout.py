@@ -7,7 +7,7 @@ mixing the two up gives plans that are right for dense weights and wrong for eve
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,29 +22,28 @@ class Layout:
         offset: Elements from the start to the first element.
         size: Elements along each dim.
         stride: Elements between neighbours along each dim.
+        numel: Number of elements.
+        last: Offset of the farthest element.
     """
 
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    numel: int = field(init=False, compare=False)
+    last: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numel, last = 1, self.offset
+        for n, stride in zip(self.size, self.stride, strict=True):
+            numel *= n
+            last += (n - 1) * stride
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "last", last)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, start: int = 0) -> Layout:
         """Layout of a tensor in its storage, counted from `start`."""
         return cls(int(tensor.storage_offset()) - start, tuple(tensor.shape), tuple(tensor.stride()))
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        count = 1
-        for n in self.size:
-            count *= n
-        return count
-
-    @property
-    def last(self) -> int:
-        """Offset of the farthest element."""
-        return self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
     @property
     def is_nested(self) -> bool:

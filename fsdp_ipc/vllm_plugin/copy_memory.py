@@ -43,6 +43,8 @@ class Memory:
     storage: StorageWeakRef
     live: bool = False
     pieces: list[Piece] = field(default_factory=list)
+    high: int = -1
+    """The farthest element that any piece reaches."""
     moved: set[int] = field(default_factory=set)
     """Pieces (by index) that were copied on."""
     names: set[str] = field(default_factory=set)

@@ -246,26 +246,28 @@ class CopyRecorder(TorchDispatchMode):
     def _write(self, memory: Memory, target: torch.Tensor, pieces: list[Piece]) -> None:
         """Enter what a write put in a memory, in place of what lay there; prove it where the memory is live."""
         to = Layout.of(target)
-        if to.is_dense:
-            whole = to.numel == target.untyped_storage().nbytes() // target.element_size()
-            kept = [
-                p
-                for p in memory.pieces
-                if p.target.offset < to.offset or p.target.last > to.last or p.dtype != target.dtype
-            ]
-            if whole:
-                kept = []
-                memory.spoiled = None if pieces else memory.spoiled
-        else:
-            kept = [p for p in memory.pieces if p.target != to]
-        gone = {p.name for p in memory.pieces if p.name is not None and not any(p is k for k in kept)}
-        if gone - {p.name for p in pieces}:
+        kept, gone = memory.pieces, []
+        if memory.pieces and to.offset <= memory.high:
+            kept = []
+            for piece in memory.pieces:
+                at = piece.target
+                inside = to.offset <= at.offset and at.last <= to.last if to.is_dense else at == to
+                (gone if inside and piece.dtype == target.dtype else kept).append(piece)
+        if to.is_dense and to.numel == target.untyped_storage().nbytes() // target.element_size():
+            gone, kept = [*gone, *kept], []
+            memory.spoiled = None if pieces else memory.spoiled
+        if {p.name for p in gone if p.name is not None} - {p.name for p in pieces}:
             # One of two tensors won. Which one must not depend on the order of a replay.
             memory.spoiled = "written by several tensors"
-        memory.moved.clear()
+        memory.high = max(to.last, memory.high if kept else -1)
+        if kept is not memory.pieces:
+            memory.moved.clear()
         if memory.live:
             pieces = [self._proved(memory, target, piece) for piece in pieces]
-        memory.pieces = kept + pieces
+        if kept is memory.pieces:
+            kept.extend(pieces)
+        else:
+            memory.pieces = kept + pieces
 
     def _proved(self, memory: Memory, target: torch.Tensor, piece: Piece) -> Piece:
         there = target.as_strided(piece.target.size, piece.target.stride, piece.target.offset)
