@@ -149,7 +149,7 @@ def _strided(rank: int, world: int, cases: list[tuple[tuple[int, ...], int]]) ->
         full = torch.randn(shape)
         local = _chunk(_chunk(full, inner, dim), outer, dim)
         held = DTensor.from_local(
-            local.contiguous(),
+            local.clone(),
             mesh,
             [_StridedShard(dim, split_factor=2), Shard(dim)],
             run_check=False,
