@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_ipc.vllm_plugin.copy_layout import Layout, covers, translate
+pytest.importorskip("hypothesis", reason="needs hypothesis: install the extra 'dev'")
 
-hypothesis = pytest.importorskip("hypothesis", reason="needs hypothesis: install the extra 'dev'")
-st = hypothesis.strategies
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_ipc.vllm_plugin.copy_layout import Layout, covers, translate
 
 
 def places(layout: Layout) -> list[int]:
@@ -48,7 +50,7 @@ def copies(draw: st.DrawFn) -> tuple[Layout, Layout, Layout]:
     return outer, Layout(offset_there, tuple(size), tuple(there.stride())), inner
 
 
-@hypothesis.given(copies())
+@given(copies())
 def test_a_part_is_followed_to_where_it_was_copied(case: tuple[Layout, Layout, Layout]) -> None:
     outer, there, inner = case
     moved = translate(inner, outer, there)
@@ -58,7 +60,7 @@ def test_a_part_is_followed_to_where_it_was_copied(case: tuple[Layout, Layout, L
         assert moved.size == inner.size
 
 
-@hypothesis.given(st.data())
+@given(st.data())
 def test_parts_cover_a_whole_exactly_when_each_element_is_hit_once(data: st.DataObject) -> None:
     size = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     whole = torch.empty(size)

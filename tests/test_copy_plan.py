@@ -420,7 +420,7 @@ def test_a_sound_layer_follows_its_tensor_to_the_loader() -> None:
     def build(layer: nn.Module) -> None:
         layer.kernel = [torch.from_numpy(layer.weight.data.numpy().copy())]
 
-    first = Layer({"x": ("weight",)}, QuantMethod(build), weight=parameter(4, 6))
+    first: Any = Layer({"x": ("weight",)}, QuantMethod(build), weight=parameter(4, 6))
     second = Layer({}, weight=parameter(4, 6))
     model, shapes = both(first, {"x": (4, 6)})
     model.add_module("second", second)
@@ -445,7 +445,7 @@ def test_state_made_by_an_operator_is_noticed_wherever_it_is_kept() -> None:
     elsewhere: list[torch.Tensor] = []
 
     def pack(layer: nn.Module) -> None:
-        elsewhere[:] = [layer.weight.data * 2]
+        elsewhere[:] = [layer.get_parameter("weight").data * 2]
 
     model, shapes = both(Layer({"x": ("weight",)}, QuantMethod(pack), weight=parameter(4, 6)), {"x": (4, 6)})
     loader, sender = planned(model), Sender(draw(shapes, 1))

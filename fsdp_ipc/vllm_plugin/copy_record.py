@@ -246,14 +246,16 @@ class CopyRecorder(TorchDispatchMode):
     def _write(self, memory: Memory, target: torch.Tensor, pieces: list[Piece]) -> None:
         """Enter what a write put in a memory, in place of what lay there; prove it where the memory is live."""
         to = Layout.of(target)
-        kept, gone = memory.pieces, []
+        dense = to.is_dense
+        kept = memory.pieces
+        gone: list[Piece] = []
         if memory.pieces and to.offset <= memory.high:
             kept = []
             for piece in memory.pieces:
                 at = piece.target
-                inside = to.offset <= at.offset and at.last <= to.last if to.is_dense else at == to
+                inside = to.offset <= at.offset and at.last <= to.last if dense else at == to
                 (gone if inside and piece.dtype == target.dtype else kept).append(piece)
-        if to.is_dense and to.numel == target.untyped_storage().nbytes() // target.element_size():
+        if dense and to.numel == target.untyped_storage().nbytes() // target.element_size():
             gone, kept = [*gone, *kept], []
             memory.spoiled = None if pieces else memory.spoiled
         if {p.name for p in gone if p.name is not None} - {p.name for p in pieces}:

@@ -182,9 +182,9 @@ class CopyPlan:
             ):
                 rest.append((name, tensor))
         copies: list[Callable[[], object]] = []
-        for (to, of, _, alike), (into, out_of) in groups.items():
-            batched = batched_copy(into, out_of) if alike and to is of else None
-            copies.append(batched or partial(_copy_all, into, out_of))
+        for (to, of, _, alike), (targets, sources) in groups.items():
+            batched = batched_copy(targets, sources) if alike and to is of else None
+            copies.append(batched or partial(_copy_all, targets, sources))
         if bucket == 0 and self._constants[0]:
             copies.append(partial(_copy_all, *self._constants))
         return _Bound(tensors, copies, rest)
