@@ -172,9 +172,12 @@ class TrainerGroup:
         return _NamedStep(self, step, error)
 
     def close(self) -> None:
-        """All ranks: give the control group back. Not collective."""
-        if dist.is_initialized():
-            dist.destroy_process_group(self._control)
+        """This rank is done with the group. Not collective.
+
+        The control group stays until the job destroys its process groups: torch names a group after its ranks and the
+        number of groups there are, so a group made after this one was destroyed would take its name, find its addresses
+        in the store, and connect to sockets that are gone.
+        """
 
 
 class _NamedStep:
