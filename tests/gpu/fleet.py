@@ -178,6 +178,19 @@ class Fleet:
         self._servers.pop(name).close()
 
 
+def missing_gpu(device: str) -> str | None:
+    """Why a run on this kind of device is not possible here, or None."""
+    if device != "cuda":
+        return None
+    import torch
+
+    return (
+        None
+        if torch.cuda.is_available()
+        else "needs a CUDA GPU; this machine has none (--device cpu runs at toy size)"
+    )
+
+
 def ensure_plugin(out: Path) -> None:
     """Let servers find our plugin where the package is on the path but not installed.
 

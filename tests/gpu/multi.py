@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.bench import EXTENSION
 from recipes.shapes import shape_of, write_server_dir
-from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, launch, run_tasks, torchrun
+from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, launch, missing_gpu, run_tasks, torchrun
 from tests.gpu.single import MODELS, VARIANTS, checkpoints
 
 EXPERT_PARALLEL = ["--enable-expert-parallel"]
@@ -275,6 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     ranks = options.ranks or (torch.cuda.device_count() if on_gpu else 2)
+    if (no_gpu := missing_gpu(options.device)) is not None:
+        sys.stdout.write(f"left out: {no_gpu}\n")
+        return 0
     out = options.out.resolve()
     clock = Clock(options.budget)
     results = Results(out / "results.jsonl", clock)

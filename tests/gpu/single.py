@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes.bench import EXTENSION, BenchConfig, server_args
 from recipes.shapes import shape_of, write_checkpoint, write_server_dir
-from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, run_tasks, torchrun
+from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, missing_gpu, run_tasks, torchrun
 
 MODELS: dict[str, tuple[str, int | None, list[str]]] = {
     "toy": ("toy", None, ["dtypes=[bfloat16,float32]", "bucket_mb=0.1"]),
@@ -232,6 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.models is None:
         options.models = "qwen3_8b,moe12,small" if options.device == "cuda" else "toy"
+    if (no_gpu := missing_gpu(options.device)) is not None:
+        sys.stdout.write(f"left out: {no_gpu}\n")
+        return 0
     out = options.out.resolve()
     clock = Clock(options.budget)
     results = Results(out / "results.jsonl", clock)
