@@ -31,6 +31,8 @@ RANKS ?= $(shell if [ $(SERVER) = vllm ]; then nvidia-smi -L | wc -l; else echo 
 PYTEST = $(PY) -m pytest
 # Further arguments: make test ARGS="-k name", make demo ARGS="train.steps=50"
 ARGS ?=
+# Of the scripts behind them: make test-gpu GPU_ARGS="--server-arg=--attention-backend --server-arg=TRITON_ATTN"
+GPU_ARGS ?=
 
 .PHONY: help demo test test-fast test-gpu test-multigpu soak fuzz bench doctor lint format type check clean
 
@@ -46,11 +48,13 @@ test: $(READY) ## run every test that this machine can run, real vLLM servers in
 test-fast: $(READY) ## run the tests that start no server
 	@$(PYTEST) -m "not server and not soak" $(ARGS)
 
-test-gpu: $(READY) ## run the tests that need one GPU
+test-gpu: $(READY) ## run the tests that need one GPU, then real servers on it: weights, words, faults
 	@$(PYTEST) -m "gpu and not multigpu" $(ARGS)
+	for part in correct faults; do $(PY) -m tests.gpu.single --part $$part --out outputs/test-gpu/$$part $(GPU_ARGS); done
 
-test-multigpu: $(READY) ## run the tests that need several GPUs
+test-multigpu: $(READY) ## run the tests that need several GPUs, then the whole job on all of them
 	@$(PYTEST) -m multigpu $(ARGS)
+	$(PY) -m tests.gpu.multi --out outputs/test-multigpu $(GPU_ARGS)
 
 soak: $(READY) ## run the tests that take many minutes
 	@$(PYTEST) -m soak --soak $(ARGS)
