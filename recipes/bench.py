@@ -349,6 +349,11 @@ class Bench:
         )
         worker = timed[-1].get("worker") or {}
         sent = timed[-1]["bytes"]
+        # A worker that gets its own experts only has less to copy than the model's size.
+        copy_s = 2 * sent / floors["copy"]["bytes_per_s"]
+        for name in ("load_s", "wait_s"):
+            if name in worker:
+                stages[f"worker {name.removesuffix('_s')}"] = median(s["worker"][name] for s in timed)
         self.log.write(
             "result",
             case=case,
@@ -360,8 +365,10 @@ class Bench:
             bytes=sent,
             tensors=timed[-1]["tensors"],
             gb_per_s=sent / seconds["median"] / 1e9,
-            copy_percent=100 * floors["copy"]["seconds"] / seconds["median"],
-            times_copy=seconds["median"] / floors["copy"]["seconds"],
+            copy_percent=100 * copy_s / seconds["median"],
+            times_copy=seconds["median"] / copy_s,
+            times_foreach=_ratio(seconds["median"], floors["foreach"]),
+            times_all_gather=_ratio(seconds["median"], floors["all_gather"]),
             stage_s=stages,
             worker=worker,
             num_requests=sum(timed[-1]["requests"].values()),
@@ -509,6 +516,10 @@ def _mesh(config: BenchConfig, device: torch.device) -> DeviceMesh:
         len(sizes)
     ]
     return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+
+def _ratio(seconds: float, floor: dict[str, float] | None) -> float | None:
+    return None if floor is None else seconds / floor["seconds"]
 
 
 def _free(device: torch.device) -> None:
