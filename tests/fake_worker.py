@@ -76,6 +76,7 @@ class StockWorker:
         read: Gives the exported bytes for the rebuild arguments, `uint8`; without it nothing is read.
         allow_insecure: `VLLM_ALLOW_INSECURE_SERIALIZATION`.
         weights: What the last finished sync delivered, if `read` is given.
+        history: The same of every finished sync.
         names: Names of the running sync, in order of arrival.
         finished_names: Names of the last finished sync.
         violations: What a sender of ours must never do.
@@ -86,6 +87,7 @@ class StockWorker:
     read: Callable[[tuple[Any, ...]], torch.Tensor] | None = None
     allow_insecure: bool = True
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    history: list[dict[str, torch.Tensor]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     finished_names: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
@@ -131,6 +133,7 @@ class StockWorker:
         # Tensors of an unpacked update are read when their layer is complete, at the latest now.
         self.weights = {name: view.clone() for name, view in self._views.items()}
         self.finished_names = self.names
+        self.history.append(self.weights)
         self._close()
 
     def _handles(self, info: dict[str, Any]) -> Any:

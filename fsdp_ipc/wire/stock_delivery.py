@@ -10,6 +10,7 @@ The order of one sync:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from fsdp_ipc.clients.base import WeightSyncClient, refuse_asleep
-from fsdp_ipc.dtypes import dtype_from_name
-from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.cuda_ipc import collect
+from fsdp_ipc.dtypes import dtype_from_name
+from fsdp_ipc.errors import WeightSyncError
+from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import stock_rebuild_args
 from fsdp_ipc.metadata import ParamMeta
 from fsdp_ipc.plan import TensorRow
@@ -93,9 +95,14 @@ class StockDelivery:
         requests: list[Future[None]] = []
         try:
             self._send_chunks(timer, requests)
+        except WeightSyncError:
+            # Every rank is here, and none may free memory that a request which is still out makes a worker read.
+            self._drain(requests)
+            with contextlib.suppress(WeightSyncError):
+                group.vote("drain")
+            raise
         except BaseException:
-            for request in requests:
-                outcome(request, self._timeouts.request_s)
+            self._drain(requests)
             raise
         with timer.stage("finish"):
             error: Exception | None = None
@@ -130,6 +137,14 @@ class StockDelivery:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         self._connected = False
+
+    def _drain(self, requests: list[Future[None]]) -> None:
+        """Sender: take back what has not been sent yet, and wait for what has."""
+        for request in reversed(requests):
+            request.cancel()
+        for request in requests:
+            if not request.cancelled():
+                outcome(request, self._timeouts.request_s)
 
     def _start(self) -> None:
         client, error = self._client, None
