@@ -38,6 +38,9 @@ from recipes.variants import VARIANTS, Unavailable, Variant, counted_requests, m
 from recipes.weight_digest import Verdict, expected_digests
 from recipes.worker_extension import memory_figures
 
+FLAT_BYTES = 2 << 20
+"""Growth over many pushes that still counts as flat: an allocator rounds."""
+
 EXTENSION = "recipes.worker_extension.WorkerChecks"
 
 
@@ -320,7 +323,10 @@ class Bench:
         if count % 2 == 0:
             negate(model)
             run.variant.send()  # type: ignore[union-attr]
-        self._verify(run, expected, f"{count} pushes")
+        try:
+            self._verify(run, expected, f"{count} pushes")
+        finally:
+            negate(model)
         self.log.write(
             "soak",
             case=case,
@@ -334,8 +340,9 @@ class Bench:
             f"{case}: {count} pushes in {seconds:.1f} s ({seconds / count * 1e3:.2f} ms each), {run.verdict.text()}; "
             f"trainer {_growth(early[0], late[0])}; workers {[_growth(a, b) for a, b in zip(early[1], late[1], strict=True)]}"
         )
-        if count % 2:
-            negate(model)
+        grown = [_growth(early[0], late[0]), *(_growth(a, b) for a, b in zip(early[1], late[1], strict=True))]
+        if any(growth.get(key, 0) > FLAT_BYTES for growth in grown for key in ("allocated", "reserved")):
+            raise RuntimeError(f"memory grew over {count} pushes (trainer, then workers): {grown}")
 
     def _report(self, case: str, run: _Run, runs: list[_Run], floors: dict[str, Any]) -> None:
         if not run.alive or not run.seconds:
