@@ -166,6 +166,49 @@ def test_any_rank_can_be_the_sender() -> None:
         assert_holds(worker, expected(build(), None))
 
 
+def _fewer_workers(rank: int, world: int, url: str, packed: bool) -> tuple[list[Any], float]:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    begin = time.monotonic()
+    with make_sender(model, url, packed=packed, bucket_bytes=BUCKET if packed else None) as sender:
+        reports = [sender.send(version).worker for version in (1, 2)]
+    return reports, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("index", [0, 1])
+def test_ranks_without_a_worker_neither_wait_nor_hinder(index: int, packed: bool) -> None:
+    """One vLLM worker, two trainer ranks: the other rank only helps to gather."""
+    worker = NativeWorker(index, delay_s=0.02)
+    with FakeServer(backend="fsdp_ipc", workers=[worker]) as server:
+        per_rank = run_ranks(_fewer_workers, 2, server.url, packed)
+        assert server.published == ["1", "2"]
+    assert_holds(worker, expected(build(), torch.bfloat16))
+    assert [report["sync"] for report in per_rank[index][0]] == [1, 2]
+    assert per_rank[1 - index][0] == [None, None]
+    assert max(seconds for _, seconds in per_rank) < 20
+
+
+class _Absent(NativeWorker):
+    """Accepts everything, and never opens its control block."""
+
+    def init(self, init_info: dict[str, Any]) -> None: ...
+
+
+def _no_worker(rank: int, world: int, url: str) -> list[str]:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    with make_sender(model, url) as sender:
+        return [_raises(lambda: sender.send(1)) for _ in range(2)]
+
+
+def test_a_server_whose_workers_greet_no_rank_is_refused() -> None:
+    with FakeServer(backend="fsdp_ipc", workers=[_Absent(0)]) as server:
+        per_rank = run_ranks(_no_worker, 2, server.url)
+        assert server.published == []
+        assert "/start_weight_update" not in server.routes
+    for said in per_rank:
+        assert all("WeightSyncError" in text and "nobody would read the weights" in text for text in said)
+
+
 # Bad input: a clear error, and nothing half-done.
 
 

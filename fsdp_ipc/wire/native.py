@@ -11,6 +11,7 @@ The order of one sync:
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
+
+logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
 TOKEN_ENV = "FSDP_IPC_TOKEN"
@@ -66,6 +69,7 @@ class NativeDelivery:
         self._known_plan = ""
         self._handles: dict[str, list[dict[str, Any]]] = {}
         self._experts: list[dict[str, list[int]] | None] = [None] * group.size
+        self._has_worker = False
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp_ipc") if group.is_sender else None
         # One stream for the life of the sender: a stream a sync strands allocator caches (vllm#52950).
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -104,9 +108,34 @@ class NativeDelivery:
         except Exception as caught:
             error = caught
         group.vote("connect", error)
-        hello = self._control.read_report()
-        self._experts = group.gather_objects((hello or {}).get("experts"), "connect")
+        self._experts = self._meet_workers(self._control)
         self._session, self._connected, self._known_plan = session, True, ""
+
+    def _meet_workers(self, control: ControlBlock) -> list[dict[str, list[int]] | None]:
+        """All ranks, collective: which ranks a worker reads from, and the experts that each worker says it holds.
+
+        There may be fewer workers than ranks: memory that nobody reads is written again without waiting.
+        """
+        group, error = self._group, None
+        hello: dict[str, Any] | None = None
+        try:
+            hello = control.read_report()
+        except Exception as caught:
+            error = caught
+        group.vote("connect", error)
+        self._has_worker = hello is not None
+        greetings = group.gather_objects(hello, "connect")
+        alone = [rank for rank, greeting in enumerate(greetings) if greeting is None]
+        if len(alone) == group.size:
+            cause = (
+                "the server took the handshake, but no worker of its has opened any trainer rank's control block, so nobody "
+                "would read the weights: does the server have workers, and this release of the plugin?"
+            )
+            raise WeightSyncError("connect", dict.fromkeys(alone, cause))
+        if alone and group.is_sender:
+            logger.warning("no vLLM worker reads from trainer ranks %s", alone)
+        # A rank that nobody reads from is asked for no experts, which does not hinder the others.
+        return [{} if greeting is None else greeting.get("experts") for greeting in greetings]
 
     def deliver(self, version: str | None, sync: int, timer: StageTimer) -> dict[str, Any] | None:
         """All ranks, collective: one sync. See the module's text.
@@ -222,8 +251,9 @@ class NativeDelivery:
                         with timer.stage("start"):
                             group.vote("start", outcome(started, self._timeouts.transfer_s))
                         heard = True
-                    with timer.stage("wait", bucket):
-                        self._wait_consumed(sync, bucket - slots + 1, updated)
+                    if self._has_worker:
+                        with timer.stage("wait", bucket):
+                            self._wait_consumed(sync, bucket - slots + 1, updated)
                 with timer.stage("load", bucket), on_stream(self._stream):
                     stage.gatherer.load(bucket, stage.tensors)
             except WeightSyncError:
