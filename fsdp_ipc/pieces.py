@@ -7,7 +7,7 @@ same range of rows of *every* rank's chunk, so that each piece still is one bala
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from fsdp_ipc.metadata import StreamItem, chunk_rows
@@ -128,6 +128,31 @@ def cut_local(item: StreamItem, index: int, units: Sequence[tuple[int, int]], sl
     """Cut the room for one rank's own chunk into pieces of at most `slot_bytes`."""
     ranges = _joined(units, slot_bytes // item.inputs[0].row_bytes)
     return [local_piece(item, index, part) for part in ranges]
+
+
+def clusters_of(items: Sequence[StreamItem], atomic: Sequence[Collection[str]]) -> dict[int, tuple[int, ...]]:
+    """By item, all items that must lie in its bucket uncut, for the items of which an atomic set asks that."""
+    if not atomic:
+        return {}
+    item_of = {emit.name: i for i, item in enumerate(items) for emit in item.recipe.emits}
+    clusters: dict[int, tuple[int, ...]] = {}
+    for names in atomic:
+        members = {item_of[name] for name in names if name in item_of}
+        joined = members.union(*(clusters.get(i, ()) for i in members))
+        if len(joined) > 1 or any(_is_torn(items[i], names) for i in joined):
+            clusters.update(dict.fromkeys(joined, tuple(sorted(joined))))
+    return clusters
+
+
+def _is_torn(item: StreamItem, names: Collection[str]) -> bool:
+    """Whether cutting the item could part these tensors of it."""
+    spec = item.inputs[0]
+    units = units_of(item, back_to_back=False)
+    if not units:
+        return False
+    rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
+    at = {emit.rows(spec.shape)[0] % rows for emit in item.recipe.emits if emit.name in names}
+    return sum(any(first <= row < end for row in at) for first, end in units) > 1
 
 
 def _joined(units: Sequence[tuple[int, int]], most_rows: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fsdp_ipc.delivery import LocalDelivery, Readers, local_deliveries
 from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
-from fsdp_ipc.pieces import Piece, align, cut, cut_local, local_piece, units_of, whole_piece
+from fsdp_ipc.pieces import Piece, align, clusters_of, cut, cut_local, local_piece, units_of, whole_piece
 from fsdp_ipc.recipe import Emit
 
 DEFAULT_BUCKET_BYTES = 1 << 30
@@ -150,7 +150,7 @@ def build_plan(
     if group_ranks is not None:
         _check_meshes(items, ranks)
     local = local_deliveries(items, ranks, wanted, back_to_back=limits.back_to_back)
-    clusters = _clusters(items, atomic)
+    clusters = clusters_of(items, atomic)
     kept = [i for i in sorted(resident) if i not in clusters]
     leave = set(kept)
     staged = [i for i in range(len(items)) if i not in leave]
@@ -314,31 +314,6 @@ class _Layout:
                 f"Set bucket_bytes={need} or more, or leave it out: the slots are then sized to the largest tensor"
             )
         return limit
-
-
-def _clusters(items: Sequence[StreamItem], atomic: Sequence[Collection[str]]) -> dict[int, tuple[int, ...]]:
-    """By item, all items that must lie in its bucket uncut, for the items of which an atomic set asks that."""
-    if not atomic:
-        return {}
-    item_of = {emit.name: i for i, item in enumerate(items) for emit in item.recipe.emits}
-    clusters: dict[int, tuple[int, ...]] = {}
-    for names in atomic:
-        members = {item_of[name] for name in names if name in item_of}
-        joined = members.union(*(clusters.get(i, ()) for i in members))
-        if len(joined) > 1 or any(_is_torn(items[i], names) for i in joined):
-            clusters.update(dict.fromkeys(joined, tuple(sorted(joined))))
-    return clusters
-
-
-def _is_torn(item: StreamItem, names: Collection[str]) -> bool:
-    """Whether cutting the item could part these tensors of it."""
-    spec = item.inputs[0]
-    units = units_of(item, back_to_back=False)
-    if not units:
-        return False
-    rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
-    at = {emit.rows(spec.shape)[0] % rows for emit in item.recipe.emits if emit.name in names}
-    return sum(any(first <= row < end for row in at) for first, end in units) > 1
 
 
 def _check_meshes(items: Sequence[StreamItem], group_ranks: Sequence[int]) -> None:

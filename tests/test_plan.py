@@ -260,9 +260,8 @@ def test_atomic_sets_stay_in_one_bucket() -> None:
         build_plan(items, PlanLimits(bucket_bytes=1024), atomic=[("t0", "t2")])
     assert build_plan(items, PlanLimits(), atomic=[("t0", "t2")], resident=[0, 1]).resident == (1,)
     name, shape = "mlp.experts.gate_up_proj", (4, 8, 16)
-    fused = [
-        StreamItem((TensorSpec(name, shape, *[torch.float32] * 2, WHOLE),), unfuse(name, shape, HALVES), 0)
-    ]
+    spec = TensorSpec(name, shape, torch.float32, torch.float32, WHOLE)
+    fused = [StreamItem((spec,), unfuse(name, shape, HALVES), 0)]
     pair = ("mlp.experts.0.gate_proj.weight", "mlp.experts.0.up_proj.weight")
     assert build_plan(fused, PlanLimits(bucket_bytes=512), atomic=[pair]).num_buckets == 4
     with pytest.raises(ValueError, match="needs 2048 bytes"):
