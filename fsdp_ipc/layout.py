@@ -74,7 +74,8 @@ def _is_known(placement: Placement) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece, detached; an empty tensor where the rank holds none."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    # to_local() would note an autograd step for each of hundreds of parameters.
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def as_dtensor(name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -154,7 +154,7 @@ class WeightSender:
         Returns on every rank only after every worker has them; the weights may then be changed.
 
         Args:
-            version: Published by the server with the weights, where its release can (0.28 and later).
+            version: Published by the server with the weights, where its release can (0.27 and later).
 
         Returns:
             What was done, as this rank saw it.

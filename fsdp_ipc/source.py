@@ -34,7 +34,7 @@ PlainShards = Mapping[str, tuple[DeviceMesh, Sequence[Placement]]]
 class WeightSource(Protocol):
     """What a sender needs of a trainer: specs without a collective, and the current local tensors."""
 
-    __module__ = "fsdp_ipc"
+    __module__: str = "fsdp_ipc"
 
     def items(self) -> tuple[StreamItem, ...]:
         """All of the stream in order, the same on every rank; the same object while nothing changed."""
@@ -139,14 +139,21 @@ class DTensorSource:
             yield from full_tensors(item, tensors[item.index : item.index + len(item.inputs)])
 
     def _refresh(self) -> None:
+        # While the sharded parameters are the registered ones, nothing is unsharded and nothing was replaced.
+        if not self._has_changed():
+            return
         for module in self._fsdp_modules:
             module.reshard()
+        if self._has_changed():
+            self._build()
+
+    def _has_changed(self) -> bool:
         for registry, left_out, before in self._seen:
             # A parameter set anew or cast in place, an adapter put in, a module added or taken away.
             after = [value for key, value in registry.items() if key not in left_out]
             if len(after) != len(before) or any(map(_differs, after, before)):
-                self._build()
-                return
+                return True
+        return False
 
     def _build(self) -> None:
         self._fsdp_modules = [m for m in self._module.modules() if isinstance(m, FSDPModule)]

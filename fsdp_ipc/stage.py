@@ -108,13 +108,11 @@ class Stage:
             moved = not changed and self._pointers() != self._resident_pointers
         except Exception as caught:
             error = caught
-        replan = self._group.vote("metadata", error, same=agree, flag=changed)
-        if not replan:
-            moved = self._group.vote("memory", flag=moved)
-            if not moved and self._limits.packed:
-                self._tensors = self._united(self._tensors)
-                return False
-        if replan:
+        news = self._group.vote("metadata", error, same=agree, flag=changed or moved)
+        if not news and self._limits.packed:
+            self._tensors = self._united(self._tensors)
+            return False
+        if news and self._group.vote("metadata", flag=changed):
             self._replan(items, wanted)
         self._allocate()
         self.epoch += 1

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from fsdp_ipc.cuda_ipc import _allocator_settings, _set_allocator_settings
 from fsdp_ipc import cuda_ipc
+from fsdp_ipc.cuda_ipc import _allocator_settings, _set_allocator_settings
 from fsdp_ipc.dtypes import view
 from fsdp_ipc.handles import IpcHandle, allocate, device_key, export, open_handle, stock_rebuild_args
 from fsdp_ipc.staging import StagingBuffer

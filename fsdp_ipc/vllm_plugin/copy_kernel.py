@@ -65,12 +65,13 @@ def _kernel() -> Any:
         target = tl.multiple_of(target, 16)
         at = tl.arange(0, BLOCK)
         if words == WORDS:
-            for start in range(0, WORDS, BLOCK):
-                tl.store(target + start + at, tl.load(source + start + at))
+            for step in tl.static_range(WORDS // BLOCK):
+                tl.store(target + step * BLOCK + at, tl.load(source + step * BLOCK + at))
         else:
-            for start in range(0, words, BLOCK):
-                inside = start + at < words
-                tl.store(target + start + at, tl.load(source + start + at, mask=inside), mask=inside)
+            # Not the name of above: Triton wants one type for a name in both branches.
+            for begin in range(0, words, BLOCK):
+                inside = begin + at < words
+                tl.store(target + begin + at, tl.load(source + begin + at, mask=inside), mask=inside)
 
     # The body is compiled from its source and sees this module's globals, not this function's names.
     globals()["tl"] = tl

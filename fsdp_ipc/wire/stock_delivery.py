@@ -124,13 +124,13 @@ class StockDelivery:
         An update that raised has closed vLLM's session but left layers half open; only a finish resets those.
         """
         self._connected = False
+        if self._in_update and self._client is not None and self._group.is_sender:
+            self._in_update = False
+            if not quietly(lambda client: client.finish_weight_update(), self._client):
+                quietly(lambda client: client.start_weight_update(), self._client)
+                quietly(lambda client: client.finish_weight_update(), self._client)
+        # Last, because the finish above still reads tensors that were sent unpacked.
         self._stage.close()
-        if not self._in_update or self._client is None or not self._group.is_sender:
-            return
-        self._in_update = False
-        if not quietly(lambda client: client.finish_weight_update(), self._client):
-            quietly(lambda client: client.start_weight_update(), self._client)
-            quietly(lambda client: client.finish_weight_update(), self._client)
 
     def close(self) -> None:
         """This rank: end the thread."""
