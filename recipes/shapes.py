@@ -295,6 +295,8 @@ def fill(model: nn.Module, seed: int, scale: float = 0.02) -> None:
             (seed * 100003 + index) * 4099 + _shard_number(param)
         )
         local.normal_(0.0, scale, generator=generator)
+        # The negative of 0 is a 0 of other bits, which a weight read back by arithmetic cannot show.
+        local.masked_fill_(local == 0, scale)
         if name.endswith("norm.weight"):
             local.add_(1.0)
 
