@@ -81,18 +81,15 @@ class NativeDelivery:
         """All ranks, collective: give every worker the name of the control block that it shares with a rank."""
         if self._connected:
             return
-        group, error = self._group, None
-        try:
+        group = self._group
+        with group.together("connect"):
             if self._control is not None:
                 self._control.close()
             self._control = ControlBlock.create()
-        except Exception as caught:
-            error = caught
-        group.vote("connect", error)
         assert self._control is not None
         endpoints = group.gather_objects({"device": self._key, "control": self._control.name}, "connect")
         session = group.broadcast_object(secrets.token_hex(16) if group.is_sender else None, "connect")
-        try:
+        with group.together("connect"):
             _check_devices([e["device"] for e in endpoints], group)
             if group.is_sender:
                 assert self._client is not None
@@ -105,9 +102,6 @@ class NativeDelivery:
                         "timeout_s": self._timeouts.request_s,
                     }
                 )
-        except Exception as caught:
-            error = caught
-        group.vote("connect", error)
         self._experts = self._meet_workers(self._control)
         self._session, self._connected, self._known_plan = session, True, ""
 
@@ -116,13 +110,9 @@ class NativeDelivery:
 
         There may be fewer workers than ranks: memory that nobody reads is written again without waiting.
         """
-        group, error = self._group, None
-        hello: dict[str, Any] | None = None
-        try:
+        group = self._group
+        with group.together("connect"):
             hello = control.read_report()
-        except Exception as caught:
-            error = caught
-        group.vote("connect", error)
         self._has_worker = hello is not None
         greetings = group.gather_objects(hello, "connect")
         alone = [rank for rank, greeting in enumerate(greetings) if greeting is None]
@@ -162,15 +152,11 @@ class NativeDelivery:
             self._fail(sync, error, updated)
             raise
         with timer.stage("finish"):
-            error: Exception | None = None
-            try:
+            # Its vote is the barrier after which references may go: every worker has reported that it is done.
+            with group.together("finish"):
                 if self._client is not None and group.is_sender:
                     self._client.finish_weight_update(version)
                     self._in_update = False
-            except Exception as caught:
-                error = caught
-            # The barrier after which references may go: every worker has reported that it is done.
-            group.vote("finish", error)
             stage.release_unpacked()
         assert self._control is not None
         return self._control.read_report()
@@ -183,11 +169,11 @@ class NativeDelivery:
         if not self._in_update or self._client is None or not self._group.is_sender:
             return
         self._in_update = False
-        for call in (
-            lambda client: client.update_weights({"session": self._session, "abort": reason[:2000]}),
-            lambda client: client.finish_weight_update(),
-        ):
-            quietly(call, self._client)
+        self._close_update(self._client, reason)
+
+    def _close_update(self, client: WeightSyncClient, reason: str) -> None:
+        quietly(lambda c: c.update_weights({"session": self._session, "abort": reason[:2000]}), client)
+        quietly(lambda c: c.finish_weight_update(), client)
 
     def close(self) -> None:
         """This rank: end the thread, unlink the control block."""
@@ -220,7 +206,14 @@ class NativeDelivery:
 
         def start() -> None:
             refuse_asleep(client)
-            client.start_weight_update()
+            try:
+                client.start_weight_update()
+            except Exception as error:
+                # A trainer that was killed in the middle of an update has left it open, and a handshake does not close it.
+                if self._known_plan or "already active" not in str(error):
+                    raise
+                self._close_update(client, "left open by an earlier trainer")
+                client.start_weight_update()
             self._in_update = True
 
         started = self._threads.submit(start)
@@ -244,24 +237,16 @@ class NativeDelivery:
         if self._stream is not None and current is not None:
             self._stream.wait_stream(current)
         for bucket in range(plan.num_buckets):
-            error: Exception | None = None
-            try:
-                if bucket >= slots:
-                    if not heard:
-                        with timer.stage("start"):
-                            group.vote("start", outcome(started, self._timeouts.transfer_s))
-                        heard = True
-                    if self._has_worker:
-                        with timer.stage("wait", bucket):
-                            self._wait_consumed(sync, bucket - slots + 1, updated)
+            if bucket >= slots and not heard:
+                with timer.stage("start"):
+                    group.vote("start", outcome(started, self._timeouts.transfer_s))
+                heard = True
+            with group.together("gather"):
+                if bucket >= slots and self._has_worker:
+                    with timer.stage("wait", bucket):
+                        self._wait_consumed(sync, bucket - slots + 1, updated)
                 with timer.stage("load", bucket), on_stream(self._stream):
                     stage.gatherer.load(bucket, stage.tensors)
-            except WeightSyncError:
-                raise
-            except Exception as caught:
-                error = caught
-            with timer.stage("vote", bucket):
-                group.vote("gather", error)
             with timer.stage("gather", bucket), on_stream(self._stream):
                 stage.gatherer.gather(bucket)
                 if self._stream is not None:

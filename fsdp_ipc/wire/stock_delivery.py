@@ -69,15 +69,11 @@ class StockDelivery:
         """All ranks, collective: the handshake, which carries the `packed` flag where the release wants it there."""
         if self._connected:
             return
-        error: Exception | None = None
         keys = self._group.gather_objects(self._key, "connect")
-        try:
+        with self._group.together("connect"):
             merge_handles([{key: ()} for key in keys])
             if self._client is not None and self._group.is_sender:
                 self._client.init_weight_transfer_engine(self._wire.init_info())
-        except Exception as caught:
-            error = caught
-        self._group.vote("connect", error)
         self._connected = True
 
     def deliver(self, version: str | None, sync: int, timer: StageTimer) -> dict[str, Any] | None:
@@ -105,15 +101,11 @@ class StockDelivery:
             self._drain(requests)
             raise
         with timer.stage("finish"):
-            error: Exception | None = None
-            try:
+            # Its vote is the barrier after which references may go: unpacked tensors are read until finish.
+            with group.together("finish"):
                 if self._client is not None and group.is_sender:
                     self._client.finish_weight_update(self._wire.weight_version(version))
                     self._in_update = False
-            except Exception as caught:
-                error = caught
-            # The barrier after which references may go: unpacked tensors are read until finish.
-            group.vote("finish", error)
             stage.release_unpacked()
             collect()
         return None
@@ -125,6 +117,7 @@ class StockDelivery:
         """
         self._connected = False
         if self._in_update and self._client is not None and self._group.is_sender:
+            logger.info("closing the failed update on the server: %s", reason)
             self._in_update = False
             if not quietly(lambda client: client.finish_weight_update(), self._client):
                 quietly(lambda client: client.start_weight_update(), self._client)
@@ -147,15 +140,19 @@ class StockDelivery:
                 outcome(request, self._timeouts.request_s)
 
     def _start(self) -> None:
-        client, error = self._client, None
-        if client is not None and self._group.is_sender:
-            try:
+        client = self._client
+        with self._group.together("start"):
+            if client is not None and self._group.is_sender:
                 refuse_asleep(client)
-                client.start_weight_update()
+                try:
+                    client.start_weight_update()
+                except Exception as open_error:
+                    # Left open by a trainer that was killed; what it half-loaded is overwritten by this sync.
+                    if "already active" not in str(open_error):
+                        raise
+                    quietly(lambda c: c.finish_weight_update(), client)
+                    client.start_weight_update()
                 self._in_update = True
-            except Exception as caught:
-                error = caught
-        self._group.vote("start", error)
 
     def _send_chunks(self, timer: StageTimer, requests: list[Future[None]]) -> None:
         stage, group = self._stage, self._group
@@ -164,18 +161,14 @@ class StockDelivery:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for bucket in range(plan.num_buckets):
-            error: BaseException | None = None
             with timer.stage("request", bucket):
-                if bucket >= slots and requests:
-                    error = outcome(requests[bucket - slots], self._timeouts.transfer_s)
-                group.vote("update", error)
-            try:
-                with timer.stage("load", bucket), on_stream(self._stream):
-                    stage.gatherer.load(bucket, stage.tensors)
-            except Exception as caught:
-                error = caught
-            with timer.stage("vote", bucket):
-                group.vote("gather", error)
+                answered = bucket >= slots and bool(requests)
+                group.vote(
+                    "update",
+                    outcome(requests[bucket - slots], self._timeouts.transfer_s) if answered else None,
+                )
+            with group.together("gather"), timer.stage("load", bucket), on_stream(self._stream):
+                stage.gatherer.load(bucket, stage.tensors)
             with timer.stage("gather", bucket), on_stream(self._stream):
                 stage.gatherer.gather(bucket)
                 if self._stream is not None:
@@ -193,19 +186,16 @@ class StockDelivery:
 
     def _payload(self, bucket: int) -> dict[str, Any]:
         """All ranks, collective: the chunk's names, and the handles of every rank by GPU."""
-        stage, group, error = self._stage, self._group, None
+        stage, group = self._stage, self._group
         rows = sorted(
             (r for r in stage.plan.rows if r.bucket == bucket), key=lambda r: (r.allocation, r.offset)
         )
         mine: list[RebuildArgs] = []
-        try:
+        with group.together("export"):
             if stage.plan.packed:
                 mine = [stock_rebuild_args(stage.memory[rows[0].allocation])]
             else:
                 mine = [stock_rebuild_args(_view(stage.memory[row.allocation], row)) for row in rows]
-        except Exception as caught:
-            error = caught
-        group.vote("export", error)
         everybody = group.gather_objects({self._key: mine}, "handles")
         if not group.is_sender:
             return {}
