@@ -1,17 +1,21 @@
-"""The caller's side of `recipes.worker_extension`: one call, every worker's answer."""
+"""The caller's side of `recipes.worker_extension`: one call, every worker's answer; and the proof made of them."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
+import torch
+from torch import nn
 
-from recipes.weight_digest import Verdict, compare
+from recipes.ranks import on_rank0
+from recipes.shapes import checkpoint_tensors
+from recipes.weight_digest import Verdict, compare, expected_digests
 
 
 class WorkerProbe:
@@ -36,13 +40,7 @@ class WorkerProbe:
         """
         folder = tempfile.mkdtemp(prefix="probe-")
         try:
-            answer = self._session.post(
-                f"{self.url}/collective_rpc",
-                json={"method": method, "args": [folder, *args]},
-                timeout=self.timeout_s,
-            )
-            if not answer.ok:
-                raise RuntimeError(f"{method}: status {answer.status_code}: {answer.text[:2000]}")
+            self._request(method, [folder, *args])
             results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -52,6 +50,14 @@ class WorkerProbe:
         if len(results) != self.num_workers:
             raise RuntimeError(f"{method}: {len(results)} of {self.num_workers} workers answered")
         return [result["ok"] for result in results]
+
+    def _request(self, method: str, args: list[str]) -> None:
+        """Have every worker call the method."""
+        answer = self._session.post(
+            f"{self.url}/collective_rpc", json={"method": method, "args": args}, timeout=self.timeout_s
+        )
+        if not answer.ok:
+            raise RuntimeError(f"{method}: status {answer.status_code}: {answer.text[:2000]}")
 
     def digests(self) -> list[dict[str, str]]:
         """Digests by parameter, a dict a worker."""
@@ -83,3 +89,39 @@ class WorkerProbe:
             found |= {name.replace(".routed_experts.", ".") for name in held}
         total.missing = [name for name in expected if name not in found]
         return total
+
+
+def prove(
+    model: nn.Module,
+    probes: Sequence[WorkerProbe],
+    device: torch.device,
+    *,
+    dtype: str = "bfloat16",
+    experts: str = "each",
+    sharded_experts: bool = False,
+) -> str:
+    """All ranks, collective, right after a push: every worker holds the model's weights, bit for bit.
+
+    Args:
+        model: The trainer's module.
+        probes: Of all servers; used on rank 0 only.
+        device: This rank's device.
+        dtype: Dtype that the servers run in.
+        experts: See `recipes.shapes.EXPERT_STYLES`.
+        sharded_experts: Whether each worker holds some of the experts only.
+
+    Returns:
+        One line that says what was compared.
+
+    Raises:
+        RuntimeError: On every rank; a worker holds something else.
+    """
+    expected = expected_digests(checkpoint_tensors(model, experts, getattr(torch, dtype)), device)
+
+    def compare_all() -> str:
+        verdicts = [probe.verify(expected, sharded_experts=sharded_experts) for probe in probes]
+        if not all(verdict.good for verdict in verdicts):
+            raise RuntimeError("; ".join(verdict.text() for verdict in verdicts))
+        return f"{sum(verdict.checked for verdict in verdicts)} parameters on the workers are bit-exact"
+
+    return on_rank0(compare_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from fsdp_ipc import TransferStats
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,30 @@ class Push:
     loss: float
     text: str | None = None
     recited: int = 0
+
+    @classmethod
+    def of(
+        cls, stats: TransferStats, *, loss: float = math.nan, text: str | None = None, expected: str = ""
+    ) -> Self:
+        """Tell of a sync.
+
+        Args:
+            stats: What `send` returned.
+            loss: Loss of the step before, where there is one.
+            text: The server's completion; None if it was not asked.
+            expected: What a model that knows the text says.
+        """
+        return cls(
+            version=str(stats.version),
+            num_bytes=stats.bytes,
+            num_tensors=stats.num_tensors,
+            num_buckets=stats.num_buckets,
+            seconds=stats.seconds,
+            stage_s=dict(stats.stage_s),
+            loss=loss,
+            text=text,
+            recited=matching_prefix(text or "", expected),
+        )
 
     @property
     def gb_per_s(self) -> float:
@@ -165,7 +192,7 @@ class Report:
                     "seconds": round(push.seconds, 6),
                     "stage_s": {name: round(value, 6) for name, value in push.stage_s.items()},
                     "gb_per_s": round(push.gb_per_s, 4),
-                    "loss": round(push.loss, 4),
+                    "loss": None if math.isnan(push.loss) else round(push.loss, 4),
                 }
                 for push in self.pushes
             ],

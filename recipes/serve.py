@@ -74,7 +74,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**env, "PYTHONPATH": _with_root(env.get("PYTHONPATH"))},
+                    env={**env, "PYTHONPATH": with_root(env.get("PYTHONPATH"))},
                     pass_fds=[read_end],
                     start_new_session=True,  # Ctrl-C in the terminal must not reach it before us
                 )
@@ -299,7 +299,8 @@ def log_tail(path: Path, num_lines: int) -> list[str]:
     return [line for line in plain.splitlines() if line.strip()][-num_lines:]
 
 
-def _with_root(pythonpath: str | None) -> str:
+def with_root(pythonpath: str | None) -> str:
+    """Put the folder above `recipes` first on a `PYTHONPATH`, for processes that import them."""
     root = str(Path(__file__).resolve().parent.parent)
     return root if not pythonpath else f"{root}{os.pathsep}{pythonpath}"
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from fsdp_ipc import DTensorSource, WeightSender
-from fsdp_ipc.clients import HTTPWeightSyncClient
+from fsdp_ipc.clients import HTTPWeightSyncClient, WeightSyncClient
 from fsdp_ipc.sender import Backend
 from recipes.config import (
     CONF_DIR,
@@ -41,7 +41,7 @@ from recipes.config import (
 )
 from recipes.models import build_model, write_model_dir
 from recipes.ranks import joined, on_rank0, own_device
-from recipes.report import Push, Report, matching_prefix
+from recipes.report import Push, Report
 from recipes.serve import Server
 
 # Ranks wait for the server in a collective, so that time comes on top.
@@ -184,7 +184,7 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
     with ExitStack() as stack:
         report = stack.enter_context(Report(steps=job.train.steps, active=rank == 0, prompt=job.data.prompt))
         report.expected = continuation(text, job.data.prompt)
-        model_dir = on_rank0(lambda: _model_dir(job, out))
+        model_dir = on_rank0(lambda: model_dir_of(job, out))
         policies: list[Policy] = []  # rank 0 has one
 
         def start_server() -> str:
@@ -212,7 +212,7 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
             seed=job.train.seed,
             compute_dtype=getattr(torch, job.train.compute_dtype),
         )
-        trainer = Trainer(model, _tokens(text, model_dir).to(device), job.train, rank)
+        trainer = trainer_of(job, model, model_dir, device)
         sender: WeightSender | None = None
         server_s, train_s = 0.0, 0.0
         for step in range(1, job.train.steps + 1):
@@ -224,22 +224,10 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
                 continue
             if sender is None:
                 server_s = on_rank0(meet_server)
-                sender = stack.enter_context(_sender(job, model, url))
+                sender = stack.enter_context(sender_of(job, model, HTTPWeightSyncClient(url)))
             stats = sender.send(version=step)
             answer = on_rank0(ask) if job.complete else None
-            report.pushed(
-                Push(
-                    version=str(stats.version),
-                    num_bytes=stats.bytes,
-                    num_tensors=stats.num_tensors,
-                    num_buckets=stats.num_buckets,
-                    seconds=stats.seconds,
-                    stage_s=dict(stats.stage_s),
-                    loss=loss,
-                    text=answer,
-                    recited=matching_prefix(answer or "", report.expected),
-                )
-            )
+            report.pushed(Push.of(stats, loss=loss, text=answer, expected=report.expected))
         report.finish(
             {
                 "world_size": world_size,
@@ -267,6 +255,29 @@ def continuation(text: str, prompt: str) -> str:
     return after if found else ""
 
 
+def trainer_of(job: JobConfig, model: nn.Module, model_dir: Path, device: torch.device) -> Trainer:
+    """This rank's training loop, on the job's text."""
+    return Trainer(model, _tokens(read_text(job.data), model_dir).to(device), job.train, dist.get_rank())
+
+
+def model_dir_of(job: JobConfig, out: Path) -> Path:
+    """One rank: the checkpoint's folder, or a new one below `out` with the configuration of the sizes."""
+    return Path(job.model.path) if job.model.path is not None else write_model_dir(job.model, out / "model")
+
+
+def sender_of(job: JobConfig, model: nn.Module, client: WeightSyncClient) -> WeightSender:
+    """All ranks, collective: the sender that the settings describe."""
+    dtype = None if job.sync.wire_dtype is None else getattr(torch, job.sync.wire_dtype)
+    return WeightSender(
+        DTensorSource(model, dtype=dtype, keep=job.sync.keep),
+        client,
+        backend=cast("Backend", job.sync.backend),  # checked by `config.check`
+        packed=job.sync.packed,
+        bucket_bytes=None if job.sync.bucket_mb is None else int(job.sync.bucket_mb * 2**20),
+        num_slots=job.sync.num_slots,
+    )
+
+
 def _tokens(text: str, model_dir: Path) -> torch.Tensor:
     from transformers import AutoTokenizer
 
@@ -274,22 +285,6 @@ def _tokens(text: str, model_dir: Path) -> torch.Tensor:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return torch.tensor([*ids, *end])
-
-
-def _model_dir(job: JobConfig, out: Path) -> Path:
-    return Path(job.model.path) if job.model.path is not None else write_model_dir(job.model, out / "model")
-
-
-def _sender(job: JobConfig, model: nn.Module, url: str) -> WeightSender:
-    dtype = None if job.sync.wire_dtype is None else getattr(torch, job.sync.wire_dtype)
-    return WeightSender(
-        DTensorSource(model, dtype=dtype, keep=job.sync.keep),
-        HTTPWeightSyncClient(url),
-        backend=cast("Backend", job.sync.backend),  # checked by `config.check`
-        packed=job.sync.packed,
-        bucket_bytes=None if job.sync.bucket_mb is None else int(job.sync.bucket_mb * 2**20),
-        num_slots=job.sync.num_slots,
-    )
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
