@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
 
@@ -59,6 +59,44 @@ class HeldExperts:
         """Group ranks whose workers hold the checkpoint tensor; none if it is no expert tensor."""
         prefix, _, rest = name.partition(".experts.")
         return self._readers.get((f"{prefix}.experts", rest.partition(".")[0]), ())
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """How a server spreads the experts of every layer over its workers, where the workers themselves can't be asked.
+
+    Attributes:
+        strategy: `"linear"` (neighbours together, the first workers get what is left over) or `"round_robin"`.
+        num_workers: Expert-parallel workers; worker i is the one beside group rank i.
+    """
+
+    strategy: Literal["linear", "round_robin"]
+    num_workers: int
+
+    def held(self, items: Sequence[StreamItem]) -> HeldExperts:
+        """What each worker holds of the experts that the stream names one by one.
+
+        A layer is left out, and so delivered to all, unless its experts are numbered from 0 without a gap.
+        """
+        numbers: dict[str, set[int]] = {}
+        for item in items:
+            for emit in item.recipe.emits:
+                prefix, dot, rest = emit.name.partition(".experts.")
+                if dot and (number := rest.partition(".")[0]).isdecimal():
+                    numbers.setdefault(f"{prefix}.experts", set()).add(int(number))
+        held: list[dict[str, range]] = [{} for _ in range(self.num_workers)]
+        for prefix, found in numbers.items():
+            if found == set(range(len(found))):
+                for worker in range(self.num_workers):
+                    held[worker][prefix] = self._experts(worker, len(found))
+        return HeldExperts(held)
+
+    def _experts(self, worker: int, number: int) -> range:
+        if self.strategy == "round_robin":
+            return range(worker, number, self.num_workers)
+        share, left = divmod(number, self.num_workers)
+        first = worker * share + min(worker, left)
+        return range(first, first + share + (worker < left))
 
 
 def local_deliveries(

@@ -7,7 +7,8 @@ time-out of its own; the default process group is never used.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -90,9 +91,7 @@ class TrainerGroup:
         if device.type == "cpu":
             return self._control
         if self.data_group is None:
-            self.data_group = dist.new_group(
-                list(self.ranks), use_local_synchronization=True
-            )
+            self.data_group = dist.new_group(list(self.ranks), use_local_synchronization=True)
         return self.data_group
 
     def gather_objects(self, obj: T, step: str) -> list[T]:
@@ -167,6 +166,22 @@ class TrainerGroup:
                 odd[0] = f"has {values[0]}; all ranks must agree"
                 raise WeightSyncError(step, odd)
         return bool(rows[:, 1].any())
+
+    @contextmanager
+    def together(self, step: str, *, same: Sequence[object] = ()) -> Iterator[None]:
+        """All ranks, collective: each does its own part inside, then all vote on how it went.
+
+        Raises:
+            WeightSyncError: As `vote`; what a rank raised inside is that rank's cause.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except WeightSyncError:
+            raise  # all ranks have it already
+        except Exception as caught:  # noqa: BLE001  the others must hear of it before anybody raises
+            error = caught
+        self.vote(step, error, same=same)
 
     def _named(self, step: str, error: BaseException | str | None = None) -> _NamedStep:
         return _NamedStep(self, step, error)

@@ -232,7 +232,7 @@ class _Walk:
 
     def _copy(self, module: nn.Module, path: str, clean: str) -> nn.Module:
         copies = module._modules["modules_to_save"]
-        assert copies is not None  # noqa: S101  (the caller looked)
+        assert copies is not None
         wrapper = _original(module)
         used = [] if wrapper.disable_adapters else wrapper.active_adapters
         active = [name for name in used if name in copies._modules]
@@ -264,7 +264,7 @@ class _Walk:
             if layer.num_experts > 1:
                 kind = "experts" if layer._did_swap_in_out_features else "experts_transposed"
         inner = module._modules["base_layer"]
-        assert inner is not None  # noqa: S101  (the caller looked)
+        assert inner is not None
         base = self.visit(inner, f"{path}base_layer.", clean)
         # Without an active adapter, too: its merge notices when one becomes active.
         self.merges[f"{clean}{target}"] = (terms, kind, layer)  # type: ignore[assignment]

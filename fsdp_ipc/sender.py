@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from fsdp_ipc.wire.base import Delivery, Timeouts
 from fsdp_ipc.wire.native import NativeDelivery
 from fsdp_ipc.wire.stock import DIALECTS, StockDialect, StockWire, dialect_for
 from fsdp_ipc.wire.stock_delivery import StockDelivery
+from fsdp_ipc.wire.stock_experts import PlacementStrategy
 
 Backend = Literal["auto", "fsdp_ipc", "ipc"]
 
@@ -46,6 +48,11 @@ class WeightSender:
         num_slots: Slots; with two or more, a bucket is gathered while the worker loads the one before.
         timeouts: See `Timeouts`.
         rank_local_experts: Deliver experts to the worker on the same device only, where the layouts allow it.
+        expert_placement: For the stock wire, whose workers do not tell which experts they hold: the placement that the
+            server uses for its expert parallelism, trainer rank i being beside worker i. None delivers all experts to
+            all workers there, and so does a server that balances experts, has redundant ones or contradicts.
+        keep_together: Sets of checkpoint names that must reach the server in one bucket; a set that does not fit
+            `bucket_bytes` is refused.
         device: Device of the staging memory; None takes the device of the weights.
         on_unknown_version: What to do with a vLLM release whose stock dialect is not known: `"nearest"` takes the
             nearest one with a warning.
@@ -71,10 +78,12 @@ class WeightSender:
         num_slots: int = 2,
         timeouts: Timeouts | None = None,
         rank_local_experts: bool = True,
+        expert_placement: PlacementStrategy | None = None,
+        keep_together: Sequence[Collection[str]] = (),
         device: torch.device | None = None,
         on_unknown_version: Literal["refuse", "nearest"] = "refuse",
     ) -> None:
-        _check_settings(backend, bucket_bytes, num_slots)
+        _check_settings(backend, bucket_bytes, num_slots, expert_placement)
         members = group if group is not None else source.mesh()
         if members is None and dist.is_initialized():
             raise ValueError(
@@ -91,15 +100,13 @@ class WeightSender:
         self._closed = False
         self._sync = 0
         self._timer = StageTimer()
-        error: Exception | None = None
-        try:
+        together = [sorted(names) for names in keep_together]
+        settings = (backend, packed, bucket_bytes, num_slots, sender_rank, expert_placement, together)
+        with self._group.together("set-up", same=settings):
             if self._group.is_sender and client is None:
                 raise ValueError("the sender rank needs a client, for example HTTPWeightSyncClient(url)")
             sweep_stale()
             self._device = device if device is not None else _device_of(source)
-        except Exception as caught:
-            error = caught
-        self._group.vote("set-up", error, same=(backend, packed, bucket_bytes, num_slots, sender_rank))
         chosen, dialect = self._choose(backend, client, on_unknown_version)
         index = self._device.index if self._device.type == "cuda" else self._group.rank
         key = device_key(self._device, index or 0)
@@ -114,13 +121,26 @@ class WeightSender:
         # Packed chunks of the stock wire must lie in one buffer; everywhere else a parameter's own memory will do.
         export_parameters = not (stock and packed)
         self._stage = Stage(
-            source, self._group, self._device, key, limits, export_parameters=export_parameters
+            source,
+            self._group,
+            self._device,
+            key,
+            limits,
+            export_parameters=export_parameters,
+            keep_together=keep_together,
         )
         self._delivery: Delivery
         if stock:
             wire = StockWire(dialect, packed)
             self._delivery = StockDelivery(
-                self._stage, client, self._group, self._device, key, wire, self._timeouts
+                self._stage,
+                client,
+                self._group,
+                self._device,
+                key,
+                wire,
+                self._timeouts,
+                expert_placement=expert_placement if rank_local_experts else None,
             )
         else:
             self._delivery = NativeDelivery(
@@ -181,7 +201,7 @@ class WeightSender:
         self._stage.close()
         self._group.close()
 
-    def __enter__(self) -> WeightSender:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -215,9 +235,8 @@ class WeightSender:
     ) -> tuple[str, StockDialect]:
         """All ranks, collective: the backend that the server has, and the dialect of its release."""
         found: tuple[str, StockDialect] | None = None
-        error: Exception | None = None
-        if self._group.is_sender:
-            try:
+        with self._group.together("server"):
+            if self._group.is_sender:
                 chosen, version = _ask(backend, client)
                 stock = chosen == "ipc"
                 if stock and self._device.type != "cuda":
@@ -226,9 +245,6 @@ class WeightSender:
                         'server with --weight-transfer-config \'{"backend":"fsdp_ipc"}\''
                     )
                 found = chosen, dialect_for(version, on_unknown=on_unknown) if stock else DIALECTS[-1]
-            except Exception as caught:
-                error = caught
-        self._group.vote("server", error)
         found = self._group.broadcast_object(found, "server")
         if self._group.is_sender:
             logger.info("weight transfer over the %s wire, %d trainer rank(s)", found[0], self._group.size)
@@ -261,13 +277,20 @@ def _ask(backend: Backend, client: Any) -> tuple[str, str]:
     return backend, info.version
 
 
-def _check_settings(backend: str, bucket_bytes: int | None, num_slots: int) -> None:
+def _check_settings(
+    backend: str, bucket_bytes: int | None, num_slots: int, expert_placement: str | None
+) -> None:
     if backend not in ("auto", "fsdp_ipc", "ipc"):
         raise ValueError(f"backend={backend!r}: expected 'auto', 'fsdp_ipc' or 'ipc'")
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes={bucket_bytes}: expected a positive number of bytes, or None")
     if num_slots < 1:
         raise ValueError(f"num_slots={num_slots}: expected 1 or more")
+    if expert_placement not in (None, "linear", "round_robin"):
+        raise ValueError(
+            f"expert_placement={expert_placement!r}: expected 'linear', 'round_robin' or None; leave it out for a server "
+            "that balances its experts"
+        )
 
 
 def _device_of(source: WeightSource) -> torch.device:

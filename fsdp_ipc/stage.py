@@ -5,13 +5,13 @@ All of it happens before the server hears of a sync, so what can't work is refus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from fsdp_ipc import handles
 from fsdp_ipc.cuda_ipc import expandable_segments_requested
-from fsdp_ipc.delivery import HeldExperts
+from fsdp_ipc.delivery import ExpertPlacement, HeldExperts
 from fsdp_ipc.dtypes import num_bytes
 from fsdp_ipc.full import Held
 from fsdp_ipc.gather import Gatherer
@@ -36,6 +36,7 @@ class Stage:
         key: Device key of this rank (see `handles.device_key`).
         limits: What the wire and the settings ask of a plan.
         export_parameters: Whether memory that needs no gather and no cast is exported as it is.
+        keep_together: Sets of checkpoint names that must lie in one bucket.
     """
 
     def __init__(
@@ -47,14 +48,16 @@ class Stage:
         limits: PlanLimits,
         *,
         export_parameters: bool,
+        keep_together: Sequence[Collection[str]] = (),
     ) -> None:
+        self._keep_together = tuple(frozenset(names) for names in keep_together)
         self._source, self._group, self._device, self._key, self._limits = source, group, device, key, limits
         self._export_parameters = (
             export_parameters and device.type == "cuda" and not expandable_segments_requested()
         )
         self._own_items: tuple[StreamItem, ...] = ()
         self._items: tuple[StreamItem, ...] = ()
-        self._wanted: HeldExperts | None = None
+        self._wanted: HeldExperts | ExpertPlacement | None = None
         self._slots: StagingBuffer | None = None
         self._singles: list[SharedBuffer] = []
         self._resident_pointers: tuple[int, ...] = ()
@@ -82,14 +85,15 @@ class Stage:
         """This rank's tensors of this sync, in the order that the gatherer wants."""
         return self._tensors
 
-    def refresh(self, wanted: HeldExperts | None, agree: Sequence[object]) -> bool:
+    def refresh(self, wanted: HeldExperts | ExpertPlacement | None, agree: Sequence[object]) -> bool:
         """All ranks, collective: bring plan and memory up to date before a sync.
 
         1) (all ranks) read the source; 2) (all ranks) vote, and go on only if something changed anywhere;
         3) (all ranks) plan, and agree on its digest; 4) (all ranks) allocate and export.
 
         Args:
-            wanted: The experts that each worker holds, None for delivery to all (see `build_plan`).
+            wanted: The experts that each worker holds, or how the server spreads them; None for delivery to all (see
+                `build_plan`).
             agree: What must be equal on all ranks to begin with (the version, the number of the sync).
 
         Returns:
@@ -106,7 +110,7 @@ class Stage:
             self._tensors = self._source.tensors()
             changed = items is not self._own_items or wanted != self._wanted or self._plan is None
             moved = not changed and self._pointers() != self._resident_pointers
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001  the others must hear of it before anybody raises
             error = caught
         news = self._group.vote("metadata", error, same=agree, flag=changed or moved)
         if not news and self._limits.packed:
@@ -141,18 +145,23 @@ class Stage:
     def _united(self, tensors: Sequence[Held]) -> Sequence[Held]:
         return place_tensors(self._items, self._own_items, tensors)
 
-    def _replan(self, items: tuple[StreamItem, ...], wanted: HeldExperts | None) -> None:
-        group, error = self._group, None
-        plan = None
+    def _replan(self, items: tuple[StreamItem, ...], wanted: HeldExperts | ExpertPlacement | None) -> None:
+        group = self._group
         united, tensors = unite(items, self._tensors, group)
         check_replicas(united, tensors, group)
         self._tensors = tensors
         resident = self._resident(united, tensors)
-        try:
-            plan = build_plan(united, self._limits, group_ranks=group.ranks, resident=resident, wanted=wanted)
-        except Exception as caught:
-            error = caught
-        group.vote("plan", error, same=[plan.digest if plan else None])
+        with group.together("plan"):
+            readers = wanted.held(united) if isinstance(wanted, ExpertPlacement) else wanted
+            plan = build_plan(
+                united,
+                self._limits,
+                group_ranks=group.ranks,
+                resident=resident,
+                wanted=readers,
+                atomic=self._keep_together,
+            )
+        group.vote("plan", same=[plan.digest])
         self._own_items, self._items, self._wanted, self._plan = items, united, wanted, plan
 
     def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
@@ -180,16 +189,13 @@ class Stage:
         return local_of(held)
 
     def _allocate(self) -> None:
-        plan, error = self.plan, None
-        try:
+        plan = self.plan
+        with self._group.together("allocation"):
             self.release_unpacked()
             self._reuse_or_allocate_slots()
             for nbytes in plan.allocation_bytes:
                 self._singles.append(handles.allocate(max(nbytes, 1), self._device, key=self._key))
-        except Exception as caught:
-            error = caught
-        self._group.vote("allocation", error)
-        try:
+        with self._group.together("export"):
             slots = self._slots
             memory = [slots.slot(k) for k in range(plan.num_slots)] if slots else []
             memory += [buffer.bytes for buffer in self._singles]
@@ -202,9 +208,6 @@ class Stage:
             self.handles += [handles.export(tensor, key=self._key) for tensor in resident]
             self.memory = memory + [tensor.view(-1).view(torch.uint8) for tensor in resident]
             self._resident_pointers = self._pointers()
-        except Exception as caught:
-            error = caught
-        self._group.vote("export", error)
 
     def _reuse_or_allocate_slots(self) -> None:
         plan, slots = self.plan, self._slots

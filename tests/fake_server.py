@@ -82,6 +82,7 @@ class FakeServer:
         self.num_cache_resets = 0
         self.cache_reset_answer: Any = _NO_BODY if self.dialect.first < (0, 32) else {"success": True}
         self.checksums: dict[str, str] = {}
+        self.parallel_config: dict[str, Any] = {}
         self._violations: list[str] = []
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.Lock()
@@ -215,6 +216,7 @@ class FakeServer:
             "data_parallel_size_local": self.data_parallel_size,
             "data_parallel_external_lb": False,
             "data_parallel_hybrid_lb": False,
+            **self.parallel_config,
         }
         config = {
             "weight_transfer_config": transfer,

@@ -1,6 +1,6 @@
 """A torchrun job for `test_minilm`: a pretrained encoder, sharded with FSDP2 and pushed once.
 
-    torchrun --nproc-per-node 2 -m tests.minilm_job URL MODEL_DIR
+torchrun --nproc-per-node 2 -m tests.minilm_job URL MODEL_DIR
 """
 
 from __future__ import annotations

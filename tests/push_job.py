@@ -1,6 +1,6 @@
 """A torchrun job for `test_job`: train a little Qwen3 with FSDP2, push, and note what both replicas then serve.
 
-    torchrun --nproc-per-node 2 -m tests.push_job URL MODEL_DIR OUT_DIR
+torchrun --nproc-per-node 2 -m tests.push_job URL MODEL_DIR OUT_DIR
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main(url: str, model_dir: Path, out_dir: Path) -> None:
     _save(model_dir, out_dir / "trained", trained)
     with torch.no_grad():
         for name, value in _sharded(model).items():
-            before = DTensor.from_local(first[name], mesh, [torch.distributed.tensor.Replicate()], run_check=False)
+            before = DTensor.from_local(
+                first[name], mesh, [torch.distributed.tensor.Replicate()], run_check=False
+            )
             value.copy_(before.redistribute(placements=value.placements))
     with WeightSender(
         DTensorSource(model, dtype=torch.bfloat16), HTTPWeightSyncClient(url), packed=False

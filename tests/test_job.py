@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(900)]
 CONFIG = qwen3_config(vocab_size=193, intermediate_size=99)
 
 
-def torchrun(*arguments: str, ranks: int = 2, timeout_s: float = 300.0, env: dict[str, str] | None = None) -> str:
+def torchrun(
+    *arguments: str, ranks: int = 2, timeout_s: float = 300.0, env: dict[str, str] | None = None
+) -> str:
     """Run a job of this repository under torchrun and return what it printed; a failure shows all of it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}

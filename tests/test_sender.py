@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,9 @@ def _push(
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     model = shard(build(), init_device_mesh("cpu", (world,)))
     stats = []
-    with make_sender(model, url, dtype=dtype, packed=packed, bucket_bytes=BUCKET if packed else None) as sender:
+    with make_sender(
+        model, url, dtype=dtype, packed=packed, bucket_bytes=BUCKET if packed else None
+    ) as sender:
         stats.append(sender.send(1).to_json())
         step(model)
         with torch.no_grad():
@@ -77,7 +80,7 @@ def test_every_worker_holds_the_trainers_weights(packed: bool, dtype: torch.dtyp
 
 
 def no_files() -> bool:
-    return not [name for name in os.listdir("/dev/shm") if name.startswith(f"fsdp_ipc-{os.getpid()}-")]
+    return not list(Path("/dev/shm").glob(f"fsdp_ipc-{os.getpid()}-*"))
 
 
 def _push_poisoning(rank: int, world: int, url: str, packed: bool) -> None:
@@ -109,7 +112,7 @@ def test_field_A1_references_outlive_a_slow_reader_on_every_rank(packed: bool) -
             for worker in workers:
                 finish = worker.finish
 
-                def keep(worker: NativeWorker = worker, finish: Any = finish) -> None:
+                def keep(worker: NativeWorker = worker, finish: Any = finish, held: Any = held) -> None:
                     finish()
                     held.append(dict(worker.weights))
 
@@ -237,7 +240,9 @@ def _raises(make: Any) -> str:
 
 def _bad(rank: int, world: int, urls: dict[str, str]) -> dict[str, str]:
     model = shard(build(), init_device_mesh("cpu", (world,)))
-    said = {name: _raises(lambda url=url: make_sender(model, url)) for name, url in urls.items() if name != "good"}
+    said = {
+        name: _raises(lambda url=url: make_sender(model, url)) for name, url in urls.items() if name != "good"
+    }
     said["plain"] = _raises(lambda: WeightSender(DTensorSource(build()), HTTPWeightSyncClient(urls["good"])))
     said["stock on cpu"] = _raises(lambda: make_sender(model, urls["stock"]))
     small = make_sender(model, urls["good"], bucket_bytes=100)

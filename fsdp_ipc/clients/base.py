@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from fsdp_ipc.cuda_ipc import hint as cuda_hint
@@ -44,6 +44,7 @@ class ServerInfo:
         sleep_mode: Whether the server can sleep (`--enable-sleep-mode`); None where it does not tell.
         num_workers: Workers that one call reaches, by server, in the order of the URLs; None where the server
             does not tell.
+        parallel_config: How the first server spreads its model, as it tells it itself; None where it does not.
     """
 
     version: str
@@ -52,6 +53,7 @@ class ServerInfo:
     dev_mode: bool = True
     sleep_mode: bool | None = None
     num_workers: tuple[int | None, ...] = (None,)
+    parallel_config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def world_size(self) -> int | None:

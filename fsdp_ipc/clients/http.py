@@ -129,6 +129,7 @@ class HTTPWeightSyncClient(HTTPTransport):
             dev_mode=first.dev_mode,
             sleep_mode=self._can_sleep,
             num_workers=tuple(info.num_workers[0] for info in infos),
+            parallel_config=first.parallel_config,
         )
 
     def health(self) -> None:
@@ -283,7 +284,7 @@ class HTTPWeightSyncClient(HTTPTransport):
         config = answer.get("vllm_config") if isinstance(answer, dict) else None
         if not isinstance(config, dict):
             return ServerInfo(version=version, num_workers=(self._world_size(url),))
-        transfer = config.get("weight_transfer_config")
+        transfer, parallel = config.get("weight_transfer_config"), config.get("parallel_config")
         model = config.get("model_config")
         sleep_mode = model.get("enable_sleep_mode") if isinstance(model, dict) else None
         return ServerInfo(
@@ -291,7 +292,8 @@ class HTTPWeightSyncClient(HTTPTransport):
             backend=transfer.get("backend") if isinstance(transfer, dict) else None,
             backend_known="weight_transfer_config" in config,
             sleep_mode=sleep_mode if isinstance(sleep_mode, bool) else None,
-            num_workers=(_num_workers(config.get("parallel_config")) or self._world_size(url),),
+            num_workers=(_num_workers(parallel) or self._world_size(url),),
+            parallel_config=parallel if isinstance(parallel, dict) else None,
         )
 
     def _world_size(self, url: str) -> int | None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_ipc.naming import KEEP_DTYPE, Patterns
 from fsdp_ipc.vllm_plugin.coverage import Recorder, Target
 from fsdp_ipc.vllm_plugin.loader import is_attention, layer_info, without_mtp_check
 from fsdp_ipc.vllm_plugin.payload import TensorRow, names_text
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 ALLOW_MISSING_ENV = "FSDP_IPC_ALLOW_MISSING"
 """Comma-separated patterns of vLLM parameter names that a sync need not fill."""
+
+# A trainer with fp32 masters keeps these in fp32, for servers that hold them so. One that does not rounds them as it
+# does when it loads a checkpoint that has them in fp32.
+_MAY_BE_ROUNDED = Patterns(KEEP_DTYPE)
 
 MAX_BLAMED = 64
 _REAL_BYTES = 1 << 28
@@ -217,7 +222,7 @@ def _judge_sources(
         sent = f"{name} (sent as {_dtype_name(row.dtype)}{list(row.shape)}"
         if not recorder.traced(name):
             findings.skipped.append(name)
-        elif source.narrowed_to is not None:
+        elif source.narrowed_to is not None and not _may_be_rounded(row, source.narrowed_to):
             findings.dtype.append(f"{sent}; vLLM stores {_dtype_name(source.narrowed_to)})")
         elif source.broadcast is not None and not (quantized and source.nbytes == row.dtype.itemsize):
             findings.misfit.append(f"{sent}; vLLM would copy {source.broadcast})")
@@ -227,6 +232,10 @@ def _judge_sources(
             findings.misfit.append(
                 f"{sent}; vLLM would use {used} of {source.nbytes // row.dtype.itemsize} elements)"
             )
+
+
+def _may_be_rounded(row: TensorRow, to: torch.dtype) -> bool:
+    return row.dtype is torch.float32 and to.is_floating_point and row.name in _MAY_BE_ROUNDED
 
 
 def _judge_targets(

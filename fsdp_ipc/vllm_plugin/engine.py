@@ -39,7 +39,7 @@ from fsdp_ipc.vllm_plugin.payload import (
 
 logger = logging.getLogger(__name__)
 
-TOKEN_ENV = "FSDP_IPC_TOKEN"  # noqa: S105  the name of the variable
+TOKEN_ENV = "FSDP_IPC_TOKEN"
 MAX_PLANS = 8
 
 

@@ -84,7 +84,7 @@ def quietly(call: Callable[[WeightSyncClient], None], client: WeightSyncClient) 
     """Whether a clean-up call went well; its error is only logged, since the sync has a cause of its own already."""
     try:
         call(client)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  of any kind: nothing more can be done
         logger.info("while closing a failed update: %s", error)
         return False
     return True

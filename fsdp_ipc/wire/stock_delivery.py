@@ -19,6 +19,7 @@ import torch
 
 from fsdp_ipc.clients.base import WeightSyncClient, refuse_asleep
 from fsdp_ipc.cuda_ipc import collect
+from fsdp_ipc.delivery import ExpertPlacement
 from fsdp_ipc.dtypes import dtype_from_name
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
@@ -29,6 +30,7 @@ from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
 from fsdp_ipc.wire.stock import RebuildArgs, StockWire, merge_handles
+from fsdp_ipc.wire.stock_experts import PlacementStrategy, stock_placement
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class StockDelivery:
         key: Device key of this rank, the GPU's UUID.
         wire: Dialect and payloads.
         timeouts: See `Timeouts`.
+        expert_placement: How the server spreads experts over its workers, if each shall get its own only.
     """
 
     backend = "ipc"
@@ -57,7 +60,11 @@ class StockDelivery:
         key: str,
         wire: StockWire,
         timeouts: Timeouts,
+        *,
+        expert_placement: PlacementStrategy | None = None,
     ) -> None:
+        self._expert_placement = expert_placement
+        self._placement: ExpertPlacement | None = None
         self._stage, self._client, self._group, self._key = stage, client, group, key
         self._wire, self._timeouts = wire, timeouts
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp_ipc") if group.is_sender else None
@@ -73,7 +80,12 @@ class StockDelivery:
         with self._group.together("connect"):
             merge_handles([{key: ()} for key in keys])
             if self._client is not None and self._group.is_sender:
+                self._placement = stock_placement(
+                    self._expert_placement, self._wire.dialect, self._client, self._group.size
+                )
                 self._client.init_weight_transfer_engine(self._wire.init_info())
+        if self._expert_placement is not None:
+            self._placement = self._group.broadcast_object(self._placement, "connect")
         self._connected = True
 
     def deliver(self, version: str | None, sync: int, timer: StageTimer) -> dict[str, Any] | None:
@@ -85,7 +97,7 @@ class StockDelivery:
         group, stage = self._group, self._stage
         with timer.stage("prepare"):
             self.connect()
-            stage.refresh(None, agree=(version, sync))
+            stage.refresh(self._placement, agree=(version, sync))
         with timer.stage("start"):
             self._start()
         requests: list[Future[None]] = []
@@ -184,27 +196,42 @@ class StockDelivery:
             failed = [o for r in requests if (o := outcome(r, self._timeouts.transfer_s)) is not None]
             group.vote("update", failed[0] if failed else None)
 
-    def _payload(self, bucket: int) -> dict[str, Any]:
-        """All ranks, collective: the chunk's names, and the handles of every rank by GPU."""
-        stage, group = self._stage, self._group
-        rows = sorted(
-            (r for r in stage.plan.rows if r.bucket == bucket), key=lambda r: (r.allocation, r.offset)
-        )
+    def _payload(self, bucket: int) -> dict[str, Any] | list[dict[str, Any]]:
+        """All ranks, collective: the chunk's names, and the handles of every rank by GPU.
+
+        One payload for all workers, or where some tensors are for one worker only, one for each worker: worker i sits
+        on the GPU of group rank i, and refuses an entry that has no handle of its own GPU.
+        """
+        stage, group, plan = self._stage, self._group, self._stage.plan
+        rows = self._rows(bucket, group.rank)
         mine: list[RebuildArgs] = []
         with group.together("export"):
-            if stage.plan.packed:
-                mine = [stock_rebuild_args(stage.memory[rows[0].allocation])]
+            if plan.packed:
+                mine = [stock_rebuild_args(stage.memory[bucket % plan.num_slots])]
             else:
                 mine = [stock_rebuild_args(_view(stage.memory[row.allocation], row)) for row in rows]
         everybody = group.gather_objects({self._key: mine}, "handles")
         if not group.is_sender:
             return {}
+        if any(plan.local_rows):
+            entries = [self._entry(self._rows(bucket, rank), [own]) for rank, own in enumerate(everybody)]
+            return self._wire.list_payload(entries, world_size=group.size)
+        return self._entry(rows, everybody)
+
+    def _rows(self, bucket: int, rank: int) -> list[TensorRow]:
+        """What the worker beside a group rank reads of a bucket, in the order in which it lies there."""
+        plan = self._stage.plan
+        rows = [r for r in (*plan.rows, *plan.local_rows[rank]) if r.bucket == bucket]
+        return sorted(rows, key=lambda row: (row.allocation, row.offset))
+
+    def _entry(self, rows: list[TensorRow], exports: list[dict[str, list[RebuildArgs]]]) -> dict[str, Any]:
+        packed = self._stage.plan.packed
         merged = [
-            merge_handles([{key: args[n] for key, args in rank.items()} for rank in everybody])
-            for n in range(len(mine))
+            merge_handles([{key: args[n] for key, args in rank.items()} for rank in exports])
+            for n in range(1 if packed else len(rows))
         ]
         metas = [ParamMeta(row.name, dtype_from_name(row.dtype), row.shape) for row in rows]
-        return self._wire.update_info(metas, merged[0] if stage.plan.packed else merged)
+        return self._wire.update_info(metas, merged[0] if packed else merged)
 
 
 def _view(memory: torch.Tensor, row: TensorRow) -> torch.Tensor:
