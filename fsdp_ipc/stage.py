@@ -104,20 +104,20 @@ class Stage:
         """
         error: Exception | None = None
         changed = moved = False
-        items = self._own_items
+        items, tensors = self._own_items, self._tensors
         try:
-            items = self._source.items()
-            self._tensors = self._source.tensors()
+            items, tensors = self._source.items(), self._source.tensors()
             changed = items is not self._own_items or wanted != self._wanted or self._plan is None
-            moved = not changed and self._pointers() != self._resident_pointers
+            if not changed:
+                self._tensors = place_tensors(self._items, self._own_items, tensors)
+                moved = self._pointers() != self._resident_pointers
         except Exception as caught:  # noqa: BLE001  the others must hear of it before anybody raises
             error = caught
         news = self._group.vote("metadata", error, same=agree, flag=changed or moved)
         if not news and self._limits.packed:
-            self._tensors = self._united(self._tensors)
             return False
         if news and self._group.vote("metadata", flag=changed):
-            self._replan(items, wanted)
+            self._replan(items, tensors, wanted)
         self._allocate()
         self.epoch += 1
         return True
@@ -142,12 +142,14 @@ class Stage:
         """Bytes that are read from the trainer's own memory."""
         return sum(self._items[i].inputs[0].nbytes for i in self.plan.resident)
 
-    def _united(self, tensors: Sequence[Held]) -> Sequence[Held]:
-        return place_tensors(self._items, self._own_items, tensors)
-
-    def _replan(self, items: tuple[StreamItem, ...], wanted: HeldExperts | ExpertPlacement | None) -> None:
+    def _replan(
+        self,
+        items: tuple[StreamItem, ...],
+        tensors: Sequence[Held],
+        wanted: HeldExperts | ExpertPlacement | None,
+    ) -> None:
         group = self._group
-        united, tensors = unite(items, self._tensors, group)
+        united, tensors = unite(items, tensors, group)
         check_replicas(united, tensors, group)
         self._tensors = tensors
         resident = self._resident(united, tensors)
