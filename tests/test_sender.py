@@ -212,6 +212,31 @@ def test_a_server_whose_workers_greet_no_rank_is_refused() -> None:
         assert all("WeightSyncError" in text and "nobody would read the weights" in text for text in said)
 
 
+PAIR = ("layers.0.weight", "layers.3.weight")
+
+
+def _push_together(rank: int, world: int, url: str) -> str:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    with make_sender(model, url, bucket_bytes=1000, keep_together=[PAIR]) as sender:
+        sender.send(1)
+    with make_sender(model, url, bucket_bytes=BUCKET, keep_together=[PAIR]) as sender:
+        return _raises(lambda: sender.send(2))
+
+
+def test_weights_that_must_stay_together_share_a_bucket_or_are_refused() -> None:
+    server, workers = serve()
+    with server:
+        refusals = run_ranks(_push_together, 2, server.url)
+        assert server.published == ["1"]
+    for worker in workers:
+        assert set(worker.weights) == set(expected(build(), torch.bfloat16))
+        (plan,) = worker._plans.values()
+        buckets = {row.name: row.bucket for row in plan.tensors}
+        assert buckets[PAIR[0]] == buckets[PAIR[1]] != buckets["layers.1.weight"]
+    for said in refusals:
+        assert "WeightSyncError" in said and "which must stay together" in said and "bucket_bytes=800" in said
+
+
 # Bad input: a clear error, and nothing half-done.
 
 
