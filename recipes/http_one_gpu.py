@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import HTTPWeightSyncClient
 from recipes.config import CONF_DIR, JobConfig, load, register_configs, run_dir
-from recipes.models import build_model
 from recipes.probe import WorkerProbe, prove
 from recipes.ranks import joined, own_device
 from recipes.report import Push, Report
-from recipes.train import Policy, continuation, model_dir_of, read_text, sender_of, trainer_of
+from recipes.train import Policy, continuation, model_dir_of, model_of, read_text, sender_of, trainer_of
 
 
 def run(job: JobConfig, device: torch.device, out: Path) -> None:
@@ -35,10 +34,7 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
     policy = Policy(job, model_dir, out / "server.log", 1, on_gpu=device.type == "cuda")
     report = Report(steps=job.train.steps, active=True, prompt=job.data.prompt)
     with closing(policy), report:
-        has_weights, dtype = job.model.path is not None, getattr(torch, job.train.compute_dtype)
-        model = build_model(
-            model_dir, mesh, has_weights=has_weights, seed=job.train.seed, compute_dtype=dtype
-        )
+        model = model_of(job, model_dir, mesh)
         trainer = trainer_of(job, model, model_dir, device)
         policy.wait(report.waiting)
         report.before = policy.ask()

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import HTTPWeightSyncClient
 from recipes.config import CONF_DIR, JobConfig, load, quiet_other_ranks, register_configs, run_dir
-from recipes.models import build_model
 from recipes.probe import WorkerProbe, prove
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.report import Push, Report
-from recipes.train import GROUP_TIMEOUT_S, Policy, sender_of, trainer_of
+from recipes.train import GROUP_TIMEOUT_S, Policy, model_of, sender_of, trainer_of
 
 
 @dataclass(kw_only=True)
@@ -54,8 +53,7 @@ def run(job: RemoteJobConfig, device: torch.device, out: Path) -> None:
     with Report(steps=job.train.steps, active=rank == 0, prompt=job.data.prompt) as report:
         on_rank0(lambda: policy.wait(report.waiting))
         report.before = on_rank0(policy.ask)
-        dtype = getattr(torch, job.train.compute_dtype)
-        model = build_model(model_dir, mesh, has_weights=True, seed=job.train.seed, compute_dtype=dtype)
+        model = model_of(job, model_dir, mesh)
         trainer = trainer_of(job, model, model_dir, device)
         proofs = []
         with sender_of(job, model, HTTPWeightSyncClient(url)) as sender:

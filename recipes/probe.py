@@ -91,6 +91,19 @@ class WorkerProbe:
         return total
 
 
+class ActorProbe(WorkerProbe):
+    """Asks the one worker of a Ray actor that is vLLM's `LLM`."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__("", 1)
+        self._actor = actor
+
+    def _request(self, method: str, args: list[str]) -> None:
+        import ray
+
+        ray.get(self._actor.collective_rpc.remote(method, args=tuple(args)), timeout=self.timeout_s)
+
+
 def prove(
     model: nn.Module,
     probes: Sequence[WorkerProbe],
@@ -99,6 +112,7 @@ def prove(
     dtype: str = "bfloat16",
     experts: str = "each",
     sharded_experts: bool = False,
+    reload_in: Path | None = None,
 ) -> str:
     """All ranks, collective, right after a push: every worker holds the model's weights, bit for bit.
 
@@ -109,6 +123,8 @@ def prove(
         dtype: Dtype that the servers run in.
         experts: See `recipes.shapes.EXPERT_STYLES`.
         sharded_experts: Whether each worker holds some of the experts only.
+        reload_in: Folder for a file with the weights. Kernels of a CPU server keep experts packed in a way of their own,
+            so there a worker must hold what it holds after all of it was damaged and loaded again from that file.
 
     Returns:
         One line that says what was compared.
@@ -116,7 +132,11 @@ def prove(
     Raises:
         RuntimeError: On every rank; a worker holds something else.
     """
-    expected = expected_digests(checkpoint_tensors(model, experts, getattr(torch, dtype)), device)
+    tensors = checkpoint_tensors(model, experts, getattr(torch, dtype))
+    if reload_in is not None:
+        saved = {name: tensor.clone() for name, tensor in tensors}
+        return on_rank0(lambda: _reload_all(saved, probes, reload_in / "weights.pt"))
+    expected = expected_digests(tensors, device)
 
     def compare_all() -> str:
         verdicts = [probe.verify(expected, sharded_experts=sharded_experts) for probe in probes]
@@ -125,3 +145,18 @@ def prove(
         return f"{sum(verdict.checked for verdict in verdicts)} parameters on the workers are bit-exact"
 
     return on_rank0(compare_all)
+
+
+def _reload_all(tensors: dict[str, torch.Tensor], probes: Sequence[WorkerProbe], path: Path) -> str:
+    torch.save(tensors, path)
+    checked = 0
+    for probe in probes:
+        pushed = probe.digests()
+        probe.scramble()
+        probe.call("check_load_file", str(path))
+        for worker, (held, loaded) in enumerate(zip(pushed, probe.digests(), strict=True)):
+            wrong = [name for name in loaded if held.get(name) != loaded[name]]
+            if wrong or held.keys() != loaded.keys():
+                raise RuntimeError(f"worker {worker}: not what a file gives: {wrong[:6]} of {len(loaded)}")
+            checked += len(loaded)
+    return f"{checked} parameters on the workers are what a file with the weights gives"

@@ -17,41 +17,25 @@ import torch
 import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc.clients.ray import RayWeightSyncClient
 from recipes.bench import EXTENSION
 from recipes.config import CONF_DIR, JobConfig, load, register_configs, run_dir
-from recipes.models import build_model
-from recipes.probe import WorkerProbe, prove
+from recipes.probe import ActorProbe, prove
 from recipes.ranks import joined, own_device
 from recipes.report import Push, Report
 from recipes.serve import free_port, server_env, usable_cpus, with_root
-from recipes.train import GROUP_TIMEOUT_S, model_dir_of, sender_of, trainer_of
+from recipes.train import GROUP_TIMEOUT_S, model_dir_of, model_of, sender_of, trainer_of
 
 
 @dataclass(kw_only=True)
 class RayJobConfig(JobConfig):
-    """The job's settings.
-
-    Attributes:
-        ranks: Pairs of a vLLM actor and a trainer rank, one a GPU.
-    """
+    """The job's settings; `ranks` pairs of a vLLM actor and a trainer rank, one a GPU."""
 
     ranks: int = 1
-
-
-class ActorProbe(WorkerProbe):
-    """Asks the worker of an actor that is vLLM's `LLM`."""
-
-    def __init__(self, actor: Any) -> None:
-        super().__init__("", 1)
-        self._actor = actor
-
-    def _request(self, method: str, args: list[str]) -> None:
-        ray.get(self._actor.collective_rpc.remote(method, args=tuple(args)), timeout=self.timeout_s)
 
 
 def train(job: RayJobConfig, model_dir: Path, engines: list[Any]) -> tuple[list[Push], list[str]]:
@@ -59,10 +43,7 @@ def train(job: RayJobConfig, model_dir: Path, engines: list[Any]) -> tuple[list[
     device = own_device()
     with joined(device, GROUP_TIMEOUT_S):
         mesh = init_device_mesh(device.type, (job.ranks,), mesh_dim_names=("dp_shard",))
-        has_weights, dtype = job.model.path is not None, getattr(torch, job.train.compute_dtype)
-        model = build_model(
-            model_dir, mesh, has_weights=has_weights, seed=job.train.seed, compute_dtype=dtype
-        )
+        model = model_of(job, model_dir, mesh)
         trainer = trainer_of(job, model, model_dir, device)
         pushes, proofs = [], []
         with sender_of(job, model, RayWeightSyncClient(engines)) as sender:
@@ -80,7 +61,7 @@ def start_engine(job: RayJobConfig, model_dir: Path, place: dict[str, Any], env:
     """Start an actor of vLLM's own class: it has the methods that the client calls."""
     from vllm import LLM
 
-    settings: dict[str, Any] = {"gpu_memory_utilization": job.server.gpu_memory_utilization}
+    share = {"gpu_memory_utilization": job.server.gpu_memory_utilization} if place["num_gpus"] else {}
     return ray.remote(**place, runtime_env={"env_vars": env})(LLM).remote(
         model=str(model_dir),
         load_format="dummy",
@@ -89,43 +70,37 @@ def start_engine(job: RayJobConfig, model_dir: Path, place: dict[str, Any], env:
         enforce_eager=True,  # compiling takes longer than the whole job
         weight_transfer_config={"backend": job.server.backend},
         worker_extension_cls=EXTENSION,  # for the proof; a job of yours needs none
-        **(settings if place["num_gpus"] else {}),
+        **share,
     )
 
 
 def run(job: RayJobConfig, out: Path) -> None:
     """Run the job: actors and ranks in Ray, a rank beside each actor."""
-    on_gpu = torch.cuda.is_available()
-    ray.init(num_gpus=job.ranks if on_gpu else 0, num_cpus=2 * job.ranks, include_dashboard=False)
+    on_gpu, count = torch.cuda.is_available(), job.ranks
+    ray.init(num_gpus=count if on_gpu else 0, num_cpus=2 * count, include_dashboard=False)
     try:
-        group: PlacementGroup = placement_group([{"CPU": 2, "GPU": 1} if on_gpu else {"CPU": 2}] * job.ranks)
-        places = [
-            {
-                "num_cpus": 1,
-                "num_gpus": 0.5 if on_gpu else 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
-            }
-            for index in range(job.ranks)
-        ]
-        wanted = server_env(
-            os.environ, num_replicas=job.ranks, config=job.server, on_gpu=on_gpu, num_cpus=usable_cpus()
-        )
+        group = placement_group([{"CPU": 2, "GPU": 1} if on_gpu else {"CPU": 2}] * count)
+        half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
+        bundles = [PlacementGroupSchedulingStrategy(group, index) for index in range(count)]
+        places = [{**half, "scheduling_strategy": bundle} for bundle in bundles]
+        cpus = usable_cpus()
+        wanted = server_env(os.environ, num_replicas=count, config=job.server, on_gpu=on_gpu, num_cpus=cpus)
         env = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         env["PYTHONPATH"] = with_root(os.environ.get("PYTHONPATH"))
         model_dir = model_dir_of(job, out)
         engines = [start_engine(job, model_dir, place, env) for place in places]
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(job.ranks)}
-        results = []
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+        results = []  # of the ranks; all tell the same
         for rank, place in enumerate(places):
             own = {**meet, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": env["PYTHONPATH"]}
-            task = ray.remote(**place, max_retries=0, runtime_env={"env_vars": own})(train)
-            results.append(task.remote(job, model_dir, engines))
+            start = ray.remote(**place, max_retries=0, runtime_env={"env_vars": own})(train).remote
+            results.append(start(job, model_dir, engines))
         with Report(steps=job.train.steps, active=True) as report:
             pushes, proofs = ray.get(results)[0]
             for push, proof in zip(pushes, proofs, strict=True):
                 report.pushed(push)
                 report.say(f"  {proof}")
-            report.finish({"proofs": proofs, "ranks": job.ranks})
+            report.finish({"proofs": proofs, "ranks": count})
     finally:
         ray.shutdown()
 

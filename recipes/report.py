@@ -71,6 +71,11 @@ class Push:
         )
 
     @property
+    def loss_text(self) -> str:
+        """The loss for people."""
+        return "–" if math.isnan(self.loss) else f"{self.loss:.3f}"
+
+    @property
     def gb_per_s(self) -> float:
         """Gigabytes (10^9 bytes) a second over the whole push."""
         return self.num_bytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
@@ -149,7 +154,7 @@ class Report:
         self.pushes.append(push)
         self._progress.update(self._task, sync=f"{push.seconds * 1e3:.0f} ms")
         self.say(
-            f"pushed version {push.version}: {push.num_bytes:,} bytes in {push.seconds * 1e3:.0f} ms, loss {push.loss:.3f}"
+            f"pushed version {push.version}: {push.num_bytes:,} bytes in {push.seconds * 1e3:.0f} ms, loss {push.loss_text}"
         )
         if push.text is None or not self.active:
             return
@@ -207,9 +212,7 @@ def summary(pushes: Sequence[Push]) -> Table:
         table.add_column(name, justify="right")
     for push in pushes:
         counts = [f"{push.num_bytes:,}", str(push.num_tensors), str(push.num_buckets)]
-        table.add_row(
-            push.version, *counts, f"{push.seconds:.4f}", f"{push.gb_per_s:.3f}", f"{push.loss:.3f}"
-        )
+        table.add_row(push.version, *counts, f"{push.seconds:.4f}", f"{push.gb_per_s:.3f}", push.loss_text)
     return table
 
 

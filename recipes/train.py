@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from fsdp_ipc import DTensorSource, WeightSender
@@ -205,13 +205,7 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
             return policies[0].ask()
 
         url = on_rank0(start_server)
-        model = build_model(
-            model_dir,
-            mesh,
-            has_weights=job.model.path is not None,
-            seed=job.train.seed,
-            compute_dtype=getattr(torch, job.train.compute_dtype),
-        )
+        model = model_of(job, model_dir, mesh)
         trainer = trainer_of(job, model, model_dir, device)
         sender: WeightSender | None = None
         server_s, train_s = 0.0, 0.0
@@ -253,6 +247,17 @@ def continuation(text: str, prompt: str) -> str:
     """What a model that knows the text by heart says after the prompt; empty if the prompt is not in it."""
     _, found, after = text.partition(prompt)
     return after if found else ""
+
+
+def model_of(job: JobConfig, model_dir: Path, mesh: DeviceMesh) -> nn.Module:
+    """All ranks, collective: the model of the settings, sharded over the mesh."""
+    return build_model(
+        model_dir,
+        mesh,
+        has_weights=job.model.path is not None,
+        seed=job.train.seed,
+        compute_dtype=getattr(torch, job.train.compute_dtype),
+    )
 
 
 def trainer_of(job: JobConfig, model: nn.Module, model_dir: Path, device: torch.device) -> Trainer:
