@@ -17,6 +17,9 @@ Held = torch.Tensor | Callable[[], torch.Tensor]
 """A rank's DTensor or plain tensor, or a function that makes it; the function may use its memory again when called
 the next time."""
 
+Broadcast = Callable[[torch.Tensor, int], None]
+"""All ranks, collective: the tensor of a global rank into everybody's (`TrainerGroup.broadcast`)."""
+
 # Not every backend's collectives know every dtype; those that don't travel as one of the same size.
 _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _CARRIED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -48,15 +51,13 @@ def part_of(spec: TensorSpec, held: Held, device: torch.device | None = None) ->
 
 
 @torch.no_grad()
-def assemble(
-    spec: TensorSpec, part: Part, owner_group: Callable[[], dist.ProcessGroup] | None = None
-) -> torch.Tensor:
+def assemble(spec: TensorSpec, part: Part, broadcast: Broadcast | None = None) -> torch.Tensor:
     """All ranks of the tensor's mesh, collective unless the tensor is whole: the full tensor in wire dtype.
 
     Args:
         spec: What the tensor is.
         part: This rank's piece.
-        owner_group: Group for the broadcast of a tensor that only some ranks own.
+        broadcast: For a tensor that only some ranks own.
 
     Returns:
         Contiguous tensor of `spec.shape`; new memory unless it is whole and fits as it is.
@@ -68,13 +69,13 @@ def assemble(
     if kind == "whole":
         return local.contiguous()
     if kind == "owned":
-        if owner_group is None:
+        if broadcast is None:
             raise ValueError(
                 f"{spec.fqn}: a tensor that only ranks {spec.layout.ranks} own needs the trainer group"
             )
         owns = dist.get_rank() == spec.layout.ranks[0]
         full = local.contiguous() if owns else torch.empty(spec.shape, dtype=local.dtype, device=local.device)
-        dist.broadcast(as_bytes(full), src=spec.layout.ranks[0], group=owner_group())
+        broadcast(as_bytes(full), spec.layout.ranks[0])
         return full
     if not isinstance(held, DTensor):
         raise TypeError(

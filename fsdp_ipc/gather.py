@@ -14,14 +14,14 @@ order; each says how many collectives it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_ipc.full import Held, Part, as_bytes, assemble, now, part_of
+from fsdp_ipc.full import Broadcast, Held, Part, as_bytes, assemble, now, part_of
 from fsdp_ipc.group import all_gather
 from fsdp_ipc.layout import local_of
 from fsdp_ipc.metadata import StreamItem, TensorSpec, chunk_rows
@@ -167,7 +167,7 @@ class Gatherer:
         items: The stream that it was made from.
         tensors: This rank's tensors now, for their meshes; in the order of the inputs of `items`.
         allocations: This rank's memory by allocation index, uint8; those of resident items are not needed.
-        owner_group: Group for the broadcast of tensors that only some ranks own.
+        broadcast: For tensors that only some ranks own.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class Gatherer:
         items: Sequence[StreamItem],
         tensors: Sequence[Held],
         allocations: Sequence[torch.Tensor],
-        owner_group: Callable[[], dist.ProcessGroup] | None = None,
+        broadcast: Broadcast | None = None,
     ) -> None:
-        self._owner_group = owner_group
+        self._broadcast = broadcast
         self._scratch: dict[int, torch.Tensor] = {}
         self._buckets = []
         for bucket in plan.buckets:
@@ -264,21 +264,19 @@ class Gatherer:
             all_gather(receive.view(-1), send, together.group)
             torch._foreach_copy_(*together.unpack(receive))
         for stretch in work.broadcasts:
-            memory = stretch.memory[stretch.first : stretch.end]
-            dist.broadcast(memory, src=stretch.src, group=self._owners(stretch.src))
+            if self._broadcast is None:
+                raise ValueError(
+                    f"tensors that only some ranks own (rank {stretch.src} sends) need the trainer group"
+                )
+            self._broadcast(stretch.memory[stretch.first : stretch.end], stretch.src)
         for (_, spec, target), part in zip(work.general, work.parts, strict=True):
-            target.copy_(assemble(spec, part, self._owner_group))
+            target.copy_(assemble(spec, part, self._broadcast))
         for made, parts in zip(work.made, work.made_parts, strict=True):
             if parts:
                 made.put(
-                    [assemble(s, p, self._owner_group) for s, p in zip(made.item.inputs, parts, strict=True)]
+                    [assemble(s, p, self._broadcast) for s, p in zip(made.item.inputs, parts, strict=True)]
                 )
         work.sends, work.packed, work.parts, work.made_parts = [], [], [], []
-
-    def _owners(self, src: int) -> dist.ProcessGroup:
-        if self._owner_group is None:
-            raise ValueError(f"tensors that only some ranks own (rank {src} sends) need the trainer group")
-        return self._owner_group()
 
     def _small_scratch(self, index: int, together: _Together) -> tuple[torch.Tensor, torch.Tensor]:
         """Send and receive memory, kept between buckets and syncs, one for each group of a bucket."""

@@ -1,16 +1,20 @@
 """Who takes part in a sync, who sends, and how all ranks come to know that one of them failed.
 
 Every collective of the control plane runs on a gloo group of our own that has exactly the trainer ranks, with a
-time-out of its own; the default process group is never used.
+time-out of its own; the default process group lends its store and nothing else. The group is built directly and not
+by `torch.distributed.new_group`, which names a group after the number of groups that the process has: members with
+different numbers (pipeline or expert parallel, a mesh that only some ranks join) would wait for each other in vain.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,21 +24,29 @@ from fsdp_ipc.errors import WeightSyncError
 
 T = TypeVar("T")
 
-_OK, _FAILED = 0, 1
+_KINDS = ("votes", "gathers objects", "broadcasts an object")
+_VOTE, _GATHER, _BROADCAST = range(3)
+_STEP_BYTES = 16
+
+_built: Counter[tuple[int, ...]] = Counter()
+"""How many trainer groups this process has built on some ranks."""
 
 
 class TrainerGroup:
     """The trainer ranks of a sync: an explicit group, its sender and its CPU control group.
 
-    Collective on the members of the group only; ranks outside it must not build one, and need not.
+    Collective on the members of the group only; ranks outside it must not build one, and need not. All members build
+    their trainer groups on the same ranks equally often and in the same order; what else each of them builds, and which
+    groups torch has there, does not matter.
 
     Args:
-        group: The trainer ranks: a `ProcessGroup`, or a `DeviceMesh` whose ranks all take part.
+        group: The trainer ranks: a `ProcessGroup`, or a `DeviceMesh` whose ranks all take part. Its order counts.
         sender_rank: Rank *in the group* that talks to the server.
         timeout_s: Time-out of every control collective, in seconds.
 
     Raises:
         ValueError: No default process group, this process is not a member, or `sender_rank` is out of range.
+        WeightSyncError: A member did not come within the time-out.
     """
 
     __module__ = "fsdp_ipc"
@@ -47,13 +59,10 @@ class TrainerGroup:
                 "no process group: start the trainer with torchrun and call torch.distributed.init_process_group() "
                 "first (one rank is enough: torchrun --nproc-per-node 1)"
             )
-        self.data_group: dist.ProcessGroup | None
         if isinstance(group, DeviceMesh):
             self.ranks = tuple(int(r) for r in group.mesh.flatten().tolist())
-            self.data_group = group.get_group() if group.ndim == 1 else None
         elif isinstance(group, dist.ProcessGroup):
             self.ranks = tuple(dist.get_process_group_ranks(group))
-            self.data_group = group
         else:
             raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, not {type(group).__name__}")
         if dist.get_rank() not in self.ranks:
@@ -70,29 +79,13 @@ class TrainerGroup:
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         self.sender_rank = sender_rank
-        # Only the members call this: the other ranks of the job are left alone.
-        self._control: dist.ProcessGroup = dist.new_group(
-            list(self.ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        # torch orders a new group by global rank, whatever order was given.
-        by_global_rank = sorted(self.ranks)
-        self._order = [by_global_rank.index(rank) for rank in self.ranks]
+        self._members = group
+        self._control = self._connect() if self.size > 1 else None
 
     @property
     def is_sender(self) -> bool:
         """Whether this rank talks to the server."""
         return self.rank == self.sender_rank
-
-    def broadcast_group(self, device: torch.device) -> dist.ProcessGroup:
-        """The group for broadcasts of tensor data on `device`; made at the first call (all ranks, collective)."""
-        if device.type == "cpu":
-            return self._control
-        if self.data_group is None:
-            self.data_group = dist.new_group(list(self.ranks), use_local_synchronization=True)
-        return self.data_group
 
     def gather_objects(self, obj: T, step: str) -> list[T]:
         """All ranks, collective: everybody's small picklable object, in group order.
@@ -100,22 +93,47 @@ class TrainerGroup:
         The objects come from the trainer's own ranks over its own group, never from the network of the server.
 
         Raises:
-            WeightSyncError: A rank did not take part within the time-out.
+            WeightSyncError: A rank failed, is at another step, or did not take part within the time-out.
         """
         if self.size == 1:
             return [obj]
-        gathered: list[Any] = [None] * self.size
-        with self._named(step):
-            dist.all_gather_object(gathered, obj, group=self._control)
-        return [gathered[at] for at in self._order]
+        data, error = _pickled(obj)
+        rows = self._meet(_GATHER, step, value=len(data), error=error)
+        return self._gather_bytes(data, [row.value for row in rows], step)
 
     def broadcast_object(self, obj: T | None, step: str) -> T:
-        """All ranks, collective: the sender's object."""
-        box: list[Any] = [obj]
-        if self.size > 1:
-            with self._named(step):
-                dist.broadcast_object_list(box, src=self.ranks[self.sender_rank], group=self._control)
-        return box[0]  # type: ignore[no-any-return]
+        """All ranks, collective: the sender's small picklable object.
+
+        Raises:
+            WeightSyncError: As `gather_objects`.
+        """
+        if self.size == 1:
+            return obj  # type: ignore[return-value]  # the sender's own
+        data, error = _pickled(obj) if self.is_sender else (b"", None)
+        size = self._meet(_BROADCAST, step, value=len(data), error=error)[self.sender_rank].value
+        # Tensors over memory of our own: bytes come out of a tensor only by way of numpy otherwise.
+        box = bytearray(data.ljust(size))
+        memory = torch.frombuffer(box, dtype=torch.uint8)
+        self._run(step, lambda gloo: gloo.broadcast(memory, self.sender_rank))
+        return pickle.loads(box)  # type: ignore[no-any-return]  # noqa: S301  written by the job's own rank
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """All ranks, collective: the contiguous tensor of *global* rank `src`, into everybody's `tensor`.
+
+        On the control group for the CPU; for a GPU on the groups that the trainer ranks have already, as the current
+        stream's work.
+
+        Raises:
+            WeightSyncError: A rank did not take part within the time-out (CPU only).
+        """
+        if self.size == 1:
+            return
+        if tensor.device.type == "cpu":
+            self._run("gather", lambda gloo: gloo.broadcast(tensor, self.ranks.index(src)))
+        elif isinstance(self._members, DeviceMesh):
+            broadcast_over_mesh(tensor, src, self._members)
+        else:
+            dist.broadcast(tensor, src=src, group=self._members)
 
     def vote(
         self,
@@ -127,8 +145,9 @@ class TrainerGroup:
     ) -> bool:
         """All ranks, collective: go on together or fail together.
 
-        1) (all ranks) contribute whether they are well, and digests of what must be the same everywhere;
-        2) (all ranks) if any rank failed, exchange the causes and raise the same error.
+        1) (all ranks) contribute whether they are well, and a digest of what must be the same everywhere;
+        2) (all ranks, only if anything is wrong) exchange the causes; 3) all raise the same error. One small
+        collective while all is well.
 
         Args:
             step: Name of the protocol step, for the error.
@@ -140,81 +159,178 @@ class TrainerGroup:
             Whether any rank set `flag`.
 
         Raises:
-            WeightSyncError: A rank failed, ranks disagree on `same`, or a rank did not answer in time.
+            WeightSyncError: A rank failed, ranks disagree on `same` or are at different steps, or a rank did not answer
+                in time.
         """
         if self.size == 1:
             if error is not None:
                 raise WeightSyncError(step, {0: describe(error)}) from _cause(error)
             return flag
-        row = torch.tensor(
-            [_FAILED if error is not None else _OK, int(flag), *(_digest64(value) for value in same)],
-            dtype=torch.int64,
-        )
-        rows = torch.empty(self.size, row.numel(), dtype=torch.int64)
-        with self._named(step, error):
-            # Flat, so that ranks at different steps fail in gloo instead of mixing rows of different lengths.
-            all_gather(rows.view(-1), row, self._control)
-        rows = rows[self._order]
-        if bool((rows[:, 0] == _FAILED).any()):
-            causes = self.gather_objects(describe(error) if error is not None else None, step)
-            failures = {rank: cause for rank, cause in enumerate(causes) if cause is not None}
-            raise WeightSyncError(step, failures) from _cause(error)
-        for column, value in enumerate(same, start=2):
-            if bool((rows[:, column] != rows[0, column]).any()):
-                values = self.gather_objects(repr(value)[:200], step)
-                odd = {r: f"has {v}" for r, v in enumerate(values) if v != values[0]}
-                odd[0] = f"has {values[0]}; all ranks must agree"
-                raise WeightSyncError(step, odd)
-        return bool(rows[:, 1].any())
+        values = [repr(value) for value in same]
+        rows = self._meet(_VOTE, step, value=int(flag), error=error, same=_digest64(values))
+        if any(row.same != rows[0].same for row in rows):
+            # Digests beside them: long values may differ where nobody sees it.
+            told = self.gather_objects([(value[:200], _digest64(value)) for value in values], step)
+            raise WeightSyncError(step, _differences(told))
+        return any(row.value for row in rows)
 
     @contextmanager
-    def together(self, step: str, *, same: Sequence[object] = ()) -> Iterator[None]:
+    def together(self, step: str, *, same: Sequence[object] = ()) -> Iterator[list[object]]:
         """All ranks, collective: each does its own part inside, then all vote on how it went.
+
+        Collectives of this group may run inside: a rank that has failed before one tells the others there.
+
+        Yields:
+            What must be equal on every rank; starts as `same`, and more can be added.
 
         Raises:
             WeightSyncError: As `vote`; what a rank raised inside is that rank's cause.
         """
         error: Exception | None = None
+        agreed = list(same)
         try:
-            yield
+            yield agreed
         except WeightSyncError:
             raise  # all ranks have it already
         except Exception as caught:  # noqa: BLE001  the others must hear of it before anybody raises
             error = caught
-        self.vote(step, error, same=same)
-
-    def _named(self, step: str, error: BaseException | str | None = None) -> _NamedStep:
-        return _NamedStep(self, step, error)
+        self.vote(step, error, same=agreed)
 
     def close(self) -> None:
-        """This rank is done with the group. Not collective.
+        """This rank is done with the group: its connections and threads end. Idempotent, not collective."""
+        control, self._control = self._control, None
+        if control is not None:
+            control.shutdown()
 
-        The control group stays until the job destroys its process groups: torch names a group after its ranks and the
-        number of groups there are, so a group made after this one was destroyed would take its name, find its addresses
-        in the store, and connect to sockets that are gone.
+    def _connect(self) -> Any:
+        """All ranks, collective: the control group, in the order of `ranks`."""
+        # The class is public, but absent from a torch without gloo.
+        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+        number = _built[self.ranks]
+        _built[self.ranks] += 1
+        # Private, and the only way to the store that every rank of the job has; torch's own modules use it alike.
+        default_store = dist.distributed_c10d._get_default_store()
+        digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
+        store = PrefixStore(f"fsdp_ipc/{digest}/{number}", default_store)
+        try:
+            store.set(f"here/{self.rank}", "1")
+            return ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise WeightSyncError("group", self._absent(store, error)) from error
+
+    def _absent(self, store: Any, error: RuntimeError) -> dict[int, str]:
+        """Which members have not come, as far as the store still answers."""
+        cause = (
+            f"did not build trainer group number {_built[self.ranks]} of global ranks {list(self.ranks)} within "
+            f"{self.timeout_s:g} s. Every member must build the sender, equally often"
+        )
+        try:
+            absent = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
+        except RuntimeError:
+            absent = []
+        if absent:
+            return dict.fromkeys(absent, cause)
+        return {self.rank: f"can't connect to the other ranks ({error}); another rank {cause}"}
+
+    def _meet(
+        self, kind: int, step: str, *, value: int, error: BaseException | str | None = None, same: int = 0
+    ) -> list[_Row]:
+        """All ranks, collective: begins every exchange, so that a rank which failed or went astray is found out.
+
+        Raises:
+            WeightSyncError: On every rank, at whatever exchange it is.
         """
+        mine = _Row(kind, int(error is not None), value, same, step)
+        rows = [_Row.decode(row) for row in self._gather_numbers(mine.encode(), step, error)]
+        if any(row.failed for row in rows):
+            data = pickle.dumps(None if error is None else describe(error))
+            sizes = [size for (size,) in self._gather_numbers([len(data)], step, error)]
+            causes = self._gather_bytes(data, sizes, step, error)
+            where = next(row.step for row in rows if row.failed)
+            failures = {rank: cause for rank, cause in enumerate(causes) if cause is not None}
+            raise WeightSyncError(step if step.startswith(where) else where, failures) from _cause(error)
+        if len({(row.kind, row.step) for row in rows}) > 1:
+            astray = {rank: f"{_KINDS[row.kind]} at step {row.step!r}" for rank, row in enumerate(rows)}
+            astray[0] += "; the ranks are out of step: all must make the same calls in the same order"
+            raise WeightSyncError(step, astray)
+        return rows
+
+    def _gather_numbers(
+        self, numbers: Sequence[int], step: str, error: BaseException | str | None
+    ) -> list[list[int]]:
+        row = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        out = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
+        self._run(step, lambda gloo: gloo.allgather([list(out)], [row]), error)
+        return out.tolist()
+
+    def _gather_bytes(
+        self, data: bytes, sizes: Sequence[int], step: str, error: BaseException | str | None = None
+    ) -> list[Any]:
+        longest = max(sizes)
+        box = bytearray(longest * self.size)
+        out = torch.frombuffer(box, dtype=torch.uint8).view(self.size, longest)
+        mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        self._run(step, lambda gloo: gloo.allgather([list(out)], [mine]), error)
+        pieces = [memoryview(box)[n * longest : n * longest + size] for n, size in enumerate(sizes)]
+        return [pickle.loads(piece) for piece in pieces]  # noqa: S301  written by the job's own ranks
+
+    def _run(self, step: str, start: Callable[[Any], Any], error: BaseException | str | None = None) -> None:
+        """A collective of the control group; its own error becomes one that says where and what to do."""
+        gloo = self._control
+        if gloo is None:
+            raise RuntimeError("this trainer group is closed: build a new one on every rank")
+        try:
+            start(gloo).wait()
+        except RuntimeError as caught:
+            own = f"; this rank itself had failed: {describe(error)}" if error is not None else ""
+            cause = (
+                f"another rank of the trainer group {list(self.ranks)} did not take part within {self.timeout_s:g} s, or "
+                f"died ({caught}){own}. Every rank must call send() together; build the sender anew on every rank, or "
+                "restart the job if a rank has died"
+            )
+            raise WeightSyncError(step, {self.rank: cause}) from caught
+        finally:
+            del gloo  # else whoever keeps the error would keep the connections
 
 
-class _NamedStep:
-    """Turns an error of the control group itself into a `WeightSyncError` that says where and what to do."""
+class _Row(NamedTuple):
+    """What each rank says at the beginning of an exchange; of equal length in all, so that none can be misread."""
 
-    def __init__(self, group: TrainerGroup, step: str, error: BaseException | str | None) -> None:
-        self._group, self._step, self._error = group, step, error
+    kind: int
+    failed: int
+    value: int
+    same: int
+    step: str
 
-    def __enter__(self) -> None:
-        return None
+    def encode(self) -> list[int]:
+        """As int64 numbers; the step is cut to 16 bytes."""
+        step = self.step.encode()[:_STEP_BYTES].ljust(_STEP_BYTES, b"\0")
+        halves = (step[: _STEP_BYTES // 2], step[_STEP_BYTES // 2 :])
+        return [*self[:4], *(int.from_bytes(half, "little", signed=True) for half in halves)]
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            own = f"; this rank itself had failed: {describe(self._error)}" if self._error is not None else ""
-            raise WeightSyncError(
-                self._step,
-                {
-                    self._group.rank: f"another rank of the trainer group {list(self._group.ranks)} did not take part "
-                    f"within {self._group.timeout_s:g} s, or died ({error}){own}. Every rank must call send() "
-                    "together; after a rank died the job must be restarted"
-                },
-            ) from error
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> _Row:
+        """The inverse of `encode`."""
+        halves = [number.to_bytes(_STEP_BYTES // 2, "little", signed=True) for number in numbers[4:]]
+        kind, failed, value, same = numbers[:4]
+        return cls(kind, failed, value, same, b"".join(halves).rstrip(b"\0").decode(errors="ignore"))
+
+
+def broadcast_over_mesh(tensor: torch.Tensor, src: int, mesh: DeviceMesh) -> None:
+    """All ranks of a mesh, collective: the tensor of global rank `src`, along one dimension after the other.
+
+    So the groups that the mesh has already suffice, whatever its number of dimensions, and each rank receives once.
+    """
+    target = [int(at) for at in (mesh.mesh == src).nonzero()[0]]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # members only
+    mine = list(coordinate)
+    for dim, at in enumerate(target):
+        # The ranks that differ from `src` in dimensions up to this one; one in each line has the tensor already.
+        if mesh.size(dim) > 1 and mine[dim + 1 :] == target[dim + 1 :]:
+            holder = mesh.mesh[(*mine[:dim], at, *target[dim + 1 :])]
+            dist.broadcast(tensor, src=int(holder), group=mesh.get_group(dim))
 
 
 def all_gather(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -235,3 +351,24 @@ def _cause(error: BaseException | str | None) -> BaseException | None:
 
 def _digest64(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
+
+
+def _pickled(obj: object) -> tuple[bytes, Exception | None]:
+    try:
+        return pickle.dumps(obj), None
+    except Exception as error:  # noqa: BLE001  the others must hear of it before anybody raises
+        return b"", error
+
+
+def _differences(told: Sequence[Sequence[tuple[str, int]]]) -> dict[int, str]:
+    """Cause by rank: the values, each with its digest, in which a rank differs from rank 0."""
+    first = told[0]
+    differing = {
+        at
+        for values in told
+        for at in range(max(len(values), len(first)))
+        if values[at : at + 1] != first[at : at + 1]
+    }
+    texts = [", ".join(text for at, (text, _) in enumerate(values) if at in differing) for values in told]
+    odd = {rank: f"has {texts[rank]}" for rank, values in enumerate(told) if values != first}
+    return {0: f"has {texts[0]}; all ranks must agree", **odd}

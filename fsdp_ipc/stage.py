@@ -149,11 +149,10 @@ class Stage:
         wanted: HeldExperts | ExpertPlacement | None,
     ) -> None:
         group = self._group
-        united, tensors = unite(items, tensors, group)
-        check_replicas(united, tensors, group)
-        self._tensors = tensors
-        resident = self._resident(united, tensors)
-        with group.together("plan"):
+        with group.together("plan") as agreed:
+            united, tensors = unite(items, tensors, group)
+            check_replicas(united, tensors, group)
+            resident = self._resident(united, tensors)
             readers = wanted.held(united) if isinstance(wanted, ExpertPlacement) else wanted
             plan = build_plan(
                 united,
@@ -163,7 +162,8 @@ class Stage:
                 wanted=readers,
                 atomic=self._keep_together,
             )
-        group.vote("plan", same=[plan.digest])
+            agreed.append(plan.digest)
+        self._tensors = tensors
         self._own_items, self._items, self._wanted, self._plan = items, united, wanted, plan
 
     def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
@@ -201,9 +201,7 @@ class Stage:
             slots = self._slots
             memory = [slots.slot(k) for k in range(plan.num_slots)] if slots else []
             memory += [buffer.bytes for buffer in self._singles]
-            self._gatherer = Gatherer(
-                plan, self._items, self._tensors, memory, lambda: self._group.broadcast_group(self._device)
-            )
+            self._gatherer = Gatherer(plan, self._items, self._tensors, memory, self._group.broadcast)
             self.handles = list(slots.handles[: plan.num_slots]) if slots else []
             self.handles += [buffer.handle for buffer in self._singles]
             resident = [self._resident_tensor(i) for i in plan.resident]

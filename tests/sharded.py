@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,10 +116,8 @@ class Transfer:
         self.plan: TransferPlan = build_plan(items, limits or PlanLimits(), group_ranks=ranks, **plan_args)
         sizes = [self.plan.slot_bytes] * self.plan.num_slots + list(self.plan.allocation_bytes)
         self.memory = [torch.full((size,), POISON, dtype=torch.uint8) for size in sizes]
-        owners: Callable[[], dist.ProcessGroup] | None = None
-        if group is not None:
-            owners = lambda: group.broadcast_group(torch.device("cpu"))  # noqa: E731
-        self.gatherer = Gatherer(self.plan, items, tensors, self.memory, owners)
+        broadcast = group.broadcast if group is not None else None
+        self.gatherer = Gatherer(self.plan, items, tensors, self.memory, broadcast)
 
     def rows(self) -> list[TensorRow]:
         """What this rank's worker reads, bucket after bucket."""

@@ -64,22 +64,22 @@ def _shard_dense(model: Sparse, world: int) -> None:
 def counted() -> Iterator[dict[str, int]]:
     """Bytes that collectives of the gather bring to this rank, by kind."""
     seen = {"all_gather": 0, "broadcast": 0, "calls": 0}
-    plain_gather, plain_broadcast = gather.all_gather, dist.broadcast
+    plain_gather, plain_broadcast = gather.all_gather, TrainerGroup.broadcast
 
     def all_gather(out: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
         seen["all_gather"] += out.nbytes - piece.nbytes
         seen["calls"] += 1
         plain_gather(out, piece, group)
 
-    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def broadcast(self: TrainerGroup, tensor: torch.Tensor, src: int) -> None:
         seen["broadcast"] += tensor.nbytes
         seen["calls"] += 1
-        return plain_broadcast(tensor, *args, **kwargs)
+        plain_broadcast(self, tensor, src)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "all_gather", all_gather)
         patch.setattr(full, "all_gather", all_gather)
-        patch.setattr(dist, "broadcast", broadcast)
+        patch.setattr(TrainerGroup, "broadcast", broadcast)
         yield seen
 
 
