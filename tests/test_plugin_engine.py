@@ -477,3 +477,17 @@ def test_registering_twice_is_harmless() -> None:
     register()
     register()
     assert WeightTransferEngineFactory._registry[BACKEND]().__name__ == "FSDPIPCWeightTransferEngine"
+
+
+def test_field_D24_a_draft_model_is_no_target() -> None:
+    """https://github.com/radixark/miles/pull/1926: an update of a frozen draft spoiled it; ours never reaches one."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from fsdp_ipc.vllm_plugin.engine import FSDPIPCWeightTransferEngine
+
+    worker = Worker.__new__(Worker)
+    worker.weight_transfer_engine = FSDPIPCWeightTransferEngine.__new__(FSDPIPCWeightTransferEngine)
+    if not hasattr(worker, "_start_weight_update"):
+        pytest.skip("this vLLM release has no updates of draft models")
+    with pytest.raises(RuntimeError, match="does not support draft model weight updates"):
+        worker._start_weight_update(is_draft=True)

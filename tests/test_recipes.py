@@ -13,8 +13,10 @@ pytest.importorskip("transformers", reason="needs transformers: install the extr
 pytest.importorskip("rich", reason="needs rich: install the extra 'recipes'")
 
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_ipc import DTensorSource
 from recipes.config import DataConfig, ModelConfig, TrainConfig
 from recipes.models import build_model, byte_tokenizer, write_model_dir
 from recipes.report import Push, Report, matching_prefix, printable
@@ -72,6 +74,27 @@ def test_field_C12_ranks_get_their_shards_of_a_checkpoint_that_rank_0_alone_read
     for got in run_ranks(_build, 2, str(tmp_path), True):
         assert set(got) == set(expected)
         assert [name for name in got if not torch.equal(got[name], expected[name])] == []
+
+
+def _tied(rank: int, world_size: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    model: Any = build_model(Path(folder), mesh, has_weights=False, seed=7, compute_dtype=torch.float32)
+    trainer = Trainer(model, torch.arange(64) % 13, TrainConfig(steps=2, seq_len=32), rank)
+    for _ in range(2):
+        trainer.step()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    # One group: the root's has both, and no layer's has either.
+    groups = {m: {id(p) for p in m.parameters()} for m in model.modules() if isinstance(m, FSDPModule)}
+    assert [m for m, ids in groups.items() if id(model.lm_head.weight) in ids] == [model]
+    names = [meta.name for meta in DTensorSource(model).metadata()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_field_D18_a_tied_parameter_lies_in_one_group(tmp_path: Path) -> None:
+    """https://github.com/huggingface/accelerate/pull/4171: torch 2.13 raises when it lies in two."""
+    write_model_dir(_sizes(tied=True), tmp_path)
+    run_ranks(_tied, 2, str(tmp_path))
 
 
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:

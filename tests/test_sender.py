@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_ipc
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, Timeouts, WeightSender, WeightSyncError
 from fsdp_ipc.handles import SharedBuffer
 from tests.fake_server import FakeServer
@@ -235,6 +237,18 @@ def test_weights_that_must_stay_together_share_a_bucket_or_are_refused() -> None
         assert buckets[PAIR[0]] == buckets[PAIR[1]] != buckets["layers.1.weight"]
     for said in refusals:
         assert "WeightSyncError" in said and "which must stay together" in said and "bucket_bytes=800" in said
+
+
+def test_field_C9_streams_are_made_once_for_a_sender() -> None:
+    """https://github.com/vllm-project/vllm/issues/52950: new streams in each call stranded the allocator's cache."""
+    made = []
+    for path in sorted(Path(fsdp_ipc.__file__).parent.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                calls = [ast.unparse(call.func) for call in ast.walk(function) if isinstance(call, ast.Call)]
+                made += [(path.name, function.name) for name in calls if name.endswith("cuda.Stream")]
+    assert {function for _, function in made} == {"__init__"}
+    assert {"native.py", "stock_delivery.py"} <= {file for file, _ in made}
 
 
 # Bad input: a clear error, and nothing half-done.
