@@ -34,7 +34,7 @@ ARGS ?=
 # Of the scripts behind them: make test-gpu GPU_ARGS="--server-arg=--attention-backend --server-arg=TRITON_ATTN"
 GPU_ARGS ?=
 
-.PHONY: help demo test test-fast test-gpu test-multigpu soak fuzz bench doctor lint format type check clean
+.PHONY: help demo wheels test test-fast test-gpu test-multigpu soak fuzz bench doctor lint format type check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +42,10 @@ help: ## list the targets
 demo: $(READY) ## train a small Qwen3 on every GPU (or 2 CPU ranks) and push its weights into a real vLLM server
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m recipes.train $(ARGS)
 
-test: $(READY) ## run every test that this machine can run, real vLLM servers included
+wheels: $(READY) ## fetch the few files of released vLLM wheels that contract tests run (once, about a minute)
+	@$(PY) -m tests.vllm_wheels || echo "Without them the contract tests of these releases are skipped." >&2
+
+test: $(READY) wheels ## run every test that this machine can run, real vLLM servers included
 	@$(PYTEST) -m "not soak" $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no server

@@ -42,6 +42,8 @@ def fetch(release: str) -> Path:
     with tempfile.TemporaryDirectory(prefix="vllm-wheel-") as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version", "3.12", "--dest", folder]
+        # Where there is no network, say so soon: the tests can do without.
+        command += ["--disable-pip-version-check", "--retries", "1", "--timeout", "20"]
         command += [part for platform in _PLATFORMS for part in ("--platform", platform)]
         subprocess.run([*command, f"vllm=={release}"], check=True)
         (wheel,) = Path(folder).glob("vllm-*.whl")
