@@ -16,6 +16,7 @@ from fsdp_ipc.recipe import EntryInfo
 from fsdp_ipc.source import DTensorSource
 from tests import models
 from tests.runner import run_ranks
+from tests.sharded import several_buckets, transfer
 
 pytest.importorskip("transformers", reason="needs transformers: its models are the subject")
 
@@ -118,11 +119,16 @@ def _sharded_streams(rank: int, world_size: int, files: dict[str, dict[str, torc
             if is_unit and path and not any(fqn.startswith(f"{path}.") for fqn in tied):
                 fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        made = dict(DTensorSource(model))
-        if sorted(made) != sorted(wanted):
-            failed.append(f"{name}: names {sorted(set(made) ^ set(wanted))}")
-        elif wrong := [key for key in wanted if not torch.equal(made[key], wanted[key])]:
-            failed.append(f"{name}: bytes of {wrong}")
+        source = DTensorSource(model)
+        items, tensors = source.items(), source.tensors()
+        for way, made in (
+            ("one by one", dict(source)),
+            ("in buckets", transfer(items, tensors, limits=several_buckets(items))),
+        ):
+            if sorted(made) != sorted(wanted):
+                failed.append(f"{name} {way}: names {sorted(set(made) ^ set(wanted))}")
+            elif wrong := [key for key in wanted if not torch.equal(made[key], wanted[key])]:
+                failed.append(f"{name} {way}: bytes of {wrong}")
     return failed
 
 

@@ -13,6 +13,7 @@ from fsdp_ipc.naming import naming_for
 from fsdp_ipc.recipe import EntryInfo
 from fsdp_ipc.source import DTensorSource
 from tests.runner import run_ranks
+from tests.sharded import several_buckets, transfer
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: its models and adapters are the subject")
 
@@ -85,34 +86,43 @@ def test_rope_is_permuted_and_fused_qkv_is_split() -> None:
     assert recipes["layers.0.feed_forward.w1.weight"].transform is None
 
 
-def _experts_on_two_axes(rank: int, world_size: int) -> tuple[list[str], int]:
-    """Experts over `ep` and FSDP, dense weights over all ranks, as torchtitan lays them out."""
+def _sharded(rank: int, world_size: int) -> list[str]:
+    """FSDP, and experts over `ep` and FSDP with dense weights over all ranks, as torchtitan lays them out."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    model, adapter = deepseek_v3()
-    wanted = adapter.to_hf(model.state_dict())
     mesh = init_device_mesh("cpu", (world_size,))
     grid = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "ep"))
-    for module in model.modules():
-        if type(module).__name__ == "GroupedExperts":
-            for key, parameter in list(module.named_parameters(recurse=False)):
-                sharded = distribute_tensor(parameter.detach(), grid["ep"], [Shard(0)])
-                module.register_parameter(key, nn.Parameter(sharded))
-            fully_shard(module, mesh=grid["dp_shard"])
-    fully_shard(model, mesh=mesh)
-    state = registered(model)
-    two_axes = sum(isinstance(t, DTensor) and t.device_mesh.ndim == 2 for t in state.values())
-    made = dict(DTensorSource(model, naming=naming_for(model, adapter=adapter)))
-    wrong = sorted(set(made) ^ set(wanted)) + [
-        n for n in wanted if n in made and not torch.equal(made[n], wanted[n])
-    ]
-    return wrong, two_axes
+    failed = []
+    for build, expert_parallel in ((llama3, False), (deepseek_v3, False), (deepseek_v3, True)):
+        model, adapter = build()
+        wanted = adapter.to_hf(model.state_dict())
+        for module in model.modules() if expert_parallel else ():
+            if type(module).__name__ == "GroupedExperts":
+                for key, parameter in list(module.named_parameters(recurse=False)):
+                    sharded = distribute_tensor(parameter.detach(), grid["ep"], [Shard(0)])
+                    module.register_parameter(key, nn.Parameter(sharded))
+                fully_shard(module, mesh=grid["dp_shard"])
+        fully_shard(model, mesh=mesh)
+        two_axes = [
+            n for n, t in registered(model).items() if isinstance(t, DTensor) and t.device_mesh.ndim == 2
+        ]
+        assert len(two_axes) == (3 if expert_parallel else 0)
+        source = DTensorSource(model, naming=naming_for(model, adapter=adapter))
+        items, tensors = source.items(), source.tensors()
+        for way, made in (
+            ("one by one", dict(source)),
+            ("in buckets", transfer(items, tensors, limits=several_buckets(items))),
+        ):
+            wrong = sorted(set(made) ^ set(wanted)) + [
+                n for n in wanted if n in made and not torch.equal(made[n], wanted[n])
+            ]
+            if wrong:
+                failed.append(f"{build.__name__} ep={expert_parallel} {way}: {wrong[:8]}")
+    return failed
 
 
-def test_stream_of_experts_over_two_axes_equals_to_hf() -> None:
+def test_sharded_stream_equals_to_hf() -> None:
     """The adapter given shards of its own would name this rank's experts only; the stack is gathered first."""
-    for wrong, two_axes in run_ranks(_experts_on_two_axes, 4, timeout_s=240):
-        assert wrong == []
-        assert two_axes == 3
+    assert run_ranks(_sharded, 4, timeout_s=240) == [[], [], [], []]
