@@ -18,7 +18,7 @@ from fsdp_ipc.handles import device_key, sweep_stale
 from fsdp_ipc.layout import local_of
 from fsdp_ipc.plan import PlanLimits
 from fsdp_ipc.source import WeightSource
-from fsdp_ipc.stage import Stage, wire_bytes
+from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer, TransferStats
 from fsdp_ipc.wire.base import Delivery, Timeouts
 from fsdp_ipc.wire.native import NativeDelivery
@@ -216,15 +216,14 @@ class WeightSender:
             self._delivery.recover(str(error))
             raise
         plan = self._stage.plan
-        rows = len(plan.rows) + len(plan.local_rows[self._group.rank])
         return TransferStats(
             version=version,
             sync=self._sync,
             backend=self._delivery.backend,
-            bytes=wire_bytes(plan, self._group.rank),
-            num_tensors=rows,
+            bytes=self._stage.wire_bytes,
+            num_tensors=self._stage.num_tensors,
             num_buckets=plan.num_buckets,
-            resident_bytes=self._stage.resident_bytes(),
+            resident_bytes=self._stage.resident_bytes,
             seconds=timer.seconds(),
             stage_s=timer.stage_s,
             worker=worker,

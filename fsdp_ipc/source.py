@@ -8,6 +8,7 @@ reshards first.
 from __future__ import annotations
 
 import fnmatch
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -102,7 +103,8 @@ class DTensorSource:
         self._naming = naming if naming is not None else naming_for(module)
         self._plain_shards = dict(plain_shards or {})
         self._fsdp_modules: list[FSDPModule] = []
-        self._seen: list[tuple[dict[str, Any], Collection[str], tuple[tuple[Any, Any], ...]]] = []
+        self._seen: list[_Seen] = []
+        self._tensors: list[Held] = []
         self._inputs: list[_Input] = []
         self._items: tuple[StreamItem, ...] = ()
         self._build()
@@ -115,7 +117,8 @@ class DTensorSource:
     def tensors(self) -> list[Held]:
         """This rank's current sharded tensors, in the order of the inputs of `items()`."""
         self._refresh()
-        return [held.now(self._held) for held in self._inputs]
+        # A plain shard is wrapped anew each time: its storage may have been exchanged under the same parameter.
+        return [held.now(self._held) for held in self._inputs] if self._plain_shards else self._tensors
 
     def metadata(self) -> list[ParamMeta]:
         """Name, wire dtype and full shape of every checkpoint tensor, in stream order."""
@@ -148,12 +151,8 @@ class DTensorSource:
             self._build()
 
     def _has_changed(self) -> bool:
-        for registry, left_out, before in self._seen:
-            # A parameter set anew or cast in place, an adapter put in, a module added or taken away.
-            after = [value for key, value in registry.items() if key not in left_out]
-            if len(after) != len(before) or any(map(_differs, after, before)):
-                return True
-        return False
+        # A parameter set anew or cast in place, an adapter put in, a module added or taken away.
+        return any(seen.differs() for seen in self._seen)
 
     def _build(self) -> None:
         self._fsdp_modules = [m for m in self._module.modules() if isinstance(m, FSDPModule)]
@@ -188,7 +187,8 @@ class DTensorSource:
                 merge = recipe.merge_of(fqn)
                 read = (fqn,) if merge is None else (fqn, *merge.adapters)
                 inputs.append(_Input(fqn, merge, {name: tensors[name] for name in read}))
-        self._seen = list(_registries(self._module))
+        self._seen = list(_look(self._module))
+        self._tensors = [held.now(self._held) for held in inputs]
         self._inputs = inputs
         self._items = tuple(items)
 
@@ -243,10 +243,31 @@ def _walk(module: nn.Module) -> Iterator[_Slot]:
                 yield _Slot(dot + key, child._buffers, key, is_buffer=True)
 
 
-def _registries(
-    module: nn.Module,
-) -> Iterator[tuple[dict[str, Any], Collection[str], tuple[tuple[Any, Any], ...]]]:
-    """Every dict that says what the module is made of, the keys that don't count, and what is in it now."""
+class _Seen:
+    """One dict that says what the module is made of, and what was in it: looked at before every sync, so cheaply."""
+
+    __slots__ = ("_left_out", "_registry", "_tensors", "_values")
+
+    def __init__(self, registry: dict[str, Any], left_out: Collection[str]) -> None:
+        self._registry, self._left_out = registry, left_out
+        self._values = self._now()
+        self._tensors = [(t, t.dtype, t.shape) for t in self._values if isinstance(t, torch.Tensor)]
+
+    def differs(self) -> bool:
+        """Whether it holds other objects now, or the same ones with another dtype or shape."""
+        # `!=` on tensors would compare their elements.
+        values = self._now()
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return True
+        return any(t.dtype is not dtype or t.shape != shape for t, dtype, shape in self._tensors)
+
+    def _now(self) -> list[Any]:
+        if not self._left_out:
+            return list(self._registry.values())
+        return [value for key, value in self._registry.items() if key not in self._left_out]
+
+
+def _look(module: nn.Module) -> Iterator[_Seen]:
     for child in module.modules():
         # Non-persistent buffers are not sent, and come and go (a cache).
         for registry, left_out in (
@@ -255,16 +276,7 @@ def _registries(
             (child._buffers, child._non_persistent_buffers_set),
         ):
             if registry:
-                inside = tuple((v, _signature(v)) for k, v in registry.items() if k not in left_out)
-                yield registry, left_out, inside
-
-
-def _signature(value: nn.Module | torch.Tensor | None) -> tuple[Any, ...] | None:
-    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
-
-
-def _differs(value: nn.Module | torch.Tensor | None, before: tuple[Any, Any]) -> bool:
-    return value is not before[0] or _signature(value) != before[1]
+                yield _Seen(registry, left_out)
 
 
 def _check_type(name: str, tensor: torch.Tensor) -> None:

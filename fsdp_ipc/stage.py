@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_ipc import handles
 from fsdp_ipc.cuda_ipc import expandable_segments_requested
@@ -67,6 +68,7 @@ class Stage:
         self.handles: list[IpcHandle] = []
         self.memory: list[torch.Tensor] = []
         self.epoch = 0
+        self.num_tensors = self.wire_bytes = self.resident_bytes = 0
 
     @property
     def plan(self) -> TransferPlan:
@@ -138,9 +140,12 @@ class Stage:
         self._slots, self._gatherer, self._plan = None, None, None
         self._tensors, self.handles, self.memory = (), [], []
 
-    def resident_bytes(self) -> int:
-        """Bytes that are read from the trainer's own memory."""
-        return sum(self._items[i].inputs[0].nbytes for i in self.plan.resident)
+    def _measure(self) -> None:
+        """Count what a sync moves, once for a plan."""
+        rows = (*self.plan.rows, *self.plan.local_rows[self._group.rank])
+        self.num_tensors = len(rows)
+        self.wire_bytes = sum(num_bytes(row.dtype, row.shape) for row in rows)
+        self.resident_bytes = sum(self._items[i].inputs[0].nbytes for i in self.plan.resident)
 
     def _replan(
         self,
@@ -165,6 +170,7 @@ class Stage:
             agreed.append(plan.digest)
         self._tensors = tensors
         self._own_items, self._items, self._wanted, self._plan = items, united, wanted, plan
+        self._measure()
 
     def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
         """Items whose memory every rank can export as it is: whole, in wire dtype, contiguous, on the device."""
@@ -183,7 +189,8 @@ class Stage:
     def _pointers(self) -> tuple[int, ...]:
         if self._plan is None:
             return ()
-        return tuple(self._resident_tensor(i).data_ptr() for i in self._plan.resident)
+        held = (self._tensors[self._items[i].index] for i in self._plan.resident)
+        return tuple((t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in held)  # type: ignore[union-attr]
 
     def _resident_tensor(self, item: int) -> torch.Tensor:
         held = self._tensors[self._items[item].index]
@@ -221,11 +228,6 @@ class Stage:
             self._slots = StagingBuffer(
                 num_slots=plan.num_slots, slot_bytes=plan.slot_bytes, device=self._device, key=self._key
             )
-
-
-def wire_bytes(plan: TransferPlan, rank: int) -> int:
-    """Bytes that the worker paired with group rank `rank` reads."""
-    return sum(num_bytes(row.dtype, row.shape) for row in (*plan.rows, *plan.local_rows[rank]))
 
 
 def _exportable(held: Held, item: StreamItem, device: torch.device) -> bool:

@@ -118,20 +118,24 @@ def test_a_reset_connection_and_an_absent_server_are_errors_and_nothing_is_sent_
         client.start_weight_update()
 
 
-def test_an_idle_pause_longer_than_the_servers_keep_alive_does_no_harm() -> None:
-    # Each request has a connection of its own, so there is none that the server could have closed meanwhile.
+def test_a_connection_is_kept_for_requests_in_a_row_and_left_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    # After a pause the server may close it just as the next request goes out, which must then not be sent again.
+    monkeypatch.setattr("fsdp_ipc.clients.transport._KEEP_ALIVE_S", 0.5)
     with FakeServer(backend="fsdp_ipc") as server:
         client = make_client(server)
-        seen: list[str] = []
+        seen: list[Any] = []
 
         def note(handler: Any) -> bool:
-            seen.append(handler.headers["Connection"])
+            seen.append(handler.client_address)
             return False
 
         server._add("/health", note, 0, -1)
         client.health()
         client.health()
-    assert seen == ["close", "close"]
+        time.sleep(0.7)
+        client.health()
+    assert seen[0] == seen[1]
+    assert seen[1] != seen[2]
 
 
 def test_proxies_from_the_environment_are_not_used_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -14,6 +15,9 @@ import requests
 from fsdp_ipc.clients.base import ServerRequestError, error_text, hint_for
 
 _T = TypeVar("_T")
+
+_KEEP_ALIVE_S = 1.0
+"""vLLM's server keeps an idle connection for 5 s."""
 
 _GRACE_S = 0.2
 """Left to requests' own time-outs, whose errors say more."""
@@ -54,6 +58,7 @@ class HTTPTransport:
         self.request_timeout_s = request_timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._headers = dict(headers or {})
+        self._sessions = {url: _Connection(url) for url in self.urls}
 
     def post(
         self, route: str, body: dict[str, Any] | None = None, params: Mapping[str, Any] | None = None
@@ -184,10 +189,10 @@ class HTTPTransport:
 
         def run() -> None:
             try:
-                with requests.Session() as session:
-                    # A proxy from the environment cannot reach this host's own loopback.
-                    session.trust_env = not _is_loopback(url)
-                    response = session.request(
+                response = (
+                    self._sessions[url]
+                    .fresh()
+                    .request(
                         method,
                         url + route,
                         data=data,
@@ -196,13 +201,13 @@ class HTTPTransport:
                         timeout=(min(self.connect_timeout_s, self.request_timeout_s), self.request_timeout_s),
                         allow_redirects=False,
                     )
-                    outcome.append((response.status_code, response.content.decode("utf-8", errors="replace")))
+                )
+                outcome.append((response.status_code, response.content.decode("utf-8", errors="replace")))
+                self._sessions[url].used()
             except Exception as error:  # noqa: BLE001 - raised again below, in the thread of the caller
                 outcome.append(error)
 
-        # A connection kept alive may be closed by the server just as the next request goes out, and a request that
-        # was lost in this way must not be sent again.
-        headers = {**self._headers, "Connection": "close"}
+        headers = dict(self._headers)
         if data is not None:
             headers["Content-Type"] = "application/json"
         thread = threading.Thread(target=run, daemon=True)
@@ -213,6 +218,30 @@ class HTTPTransport:
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
+
+
+class _Connection:
+    """The connection to one server, kept for the requests of one sync, which follow each other in milliseconds.
+
+    A connection that was idle for longer may be closed by the server just as the next request goes out, and a request
+    that was lost in this way must not be sent again; so an idle one is left.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._session = requests.Session()
+        # A proxy from the environment cannot reach this host's own loopback.
+        self._session.trust_env = not _is_loopback(url)
+        self._last_used = 0.0
+
+    def fresh(self) -> requests.Session:
+        """The session, with a new connection unless the last request ended just now."""
+        if time.monotonic() - self._last_used > _KEEP_ALIVE_S:
+            self._session.close()
+        return self._session
+
+    def used(self) -> None:
+        """A request has ended well."""
+        self._last_used = time.monotonic()
 
 
 def _is_loopback(url: str) -> bool:
