@@ -14,7 +14,6 @@ from typing import Any
 import hydra
 import ray
 import torch
-import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from ray.util.placement_group import placement_group
@@ -53,7 +52,6 @@ def train(job: RayJobConfig, model_dir: Path, engines: list[Any]) -> tuple[list[
                     continue
                 pushes.append(Push.of(sender.send(version=step), loss=loss))
                 proofs.append(prove(model, [ActorProbe(e) for e in engines], device, dtype=job.server.dtype))
-        dist.barrier()  # nobody leaves while others still compare
         return pushes, proofs
 
 
@@ -81,8 +79,9 @@ def run(job: RayJobConfig, out: Path) -> None:
     try:
         group = placement_group([{"CPU": 2, "GPU": 1} if on_gpu else {"CPU": 2}] * count)
         half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
-        bundles = [PlacementGroupSchedulingStrategy(group, index) for index in range(count)]
-        places = [{**half, "scheduling_strategy": bundle} for bundle in bundles]
+        places = [
+            {**half, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i)} for i in range(count)
+        ]
         cpus = usable_cpus()
         wanted = server_env(os.environ, num_replicas=count, config=job.server, on_gpu=on_gpu, num_cpus=cpus)
         env = {name: value for name, value in wanted.items() if os.environ.get(name) != value}

@@ -90,6 +90,7 @@ class _Update:
 
     sync: int
     loader: WeightLoader
+    open_s: float = 0.0
     load_s: float = 0.0
     wait_s: float = 0.0
 
@@ -245,7 +246,8 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             raise ValueError(
                 f"fsdp_ipc: sync {info.sync} comes after sync {session.last_sync}; expected a higher number."
             )
-        self._abort_update()
+        if self._update is not None:
+            self._abort_update()
         session.last_sync = info.sync
         plan = self._known_plan(session, info)
         views = self._views(session, info, plan)
@@ -255,6 +257,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         update = self._update = _Update(sync=info.sync, loader=self._loader)
         began = time.monotonic()
         update.loader.start(f"{info.plan_digest}:{info.epoch}")
+        update.open_s = time.monotonic() - began
         for bucket, tensors in enumerate(views):
             waited = time.monotonic()
             session.control.wait_produced(info.sync, bucket + 1, session.timeout_s)
@@ -375,6 +378,7 @@ def _sync_report(update: _Update, counts: LoadCounts) -> dict[str, Any]:
     return {
         "kind": "sync",
         "sync": update.sync,
+        "open_s": update.open_s,
         "load_s": update.load_s,
         "wait_s": update.wait_s,
         "num_tensors": counts.num_tensors,

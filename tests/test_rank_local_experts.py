@@ -1,4 +1,4 @@
-"""Experts over the stock wire: each worker gets its own only where its rank tells for certain which those are."""
+"""Each worker gets its own experts only: those that it names itself, or over the stock wire those that its rank tells."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from fsdp_ipc.naming import naming_for
 from fsdp_ipc.recipe import Emit, ParamRecipe
 from fsdp_ipc.wire.stock import bare_uuid
 from tests.fake_server import FakeServer
+from tests.native_worker import NativeWorker
 from tests.runner import run_ranks
 from tests.test_expert_parallel import EXPERTS, experts_of, moe, unfused
 from tests.test_stock_delivery import _read, _stock_on_cpu
@@ -115,6 +116,14 @@ def _push(
     return texts
 
 
+def _own(wanted: dict[str, torch.Tensor], held: Any, index: int) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for name, tensor in wanted.items()
+        if held is None or "experts" not in name or int(name.split(".")[4]) in held[index]
+    }
+
+
 def _check(
     release: str, packed: bool, strategy: str, placement: str | None, parallel: dict[str, Any], held: Any
 ) -> list[str]:
@@ -128,11 +137,7 @@ def _check(
     assert {isinstance(payload, list) for payload in payloads} == {held is not None}
     wanted = unfused(moe(), torch.bfloat16)
     for index, worker in enumerate(server.workers):
-        own = {
-            name: tensor
-            for name, tensor in wanted.items()
-            if held is None or "experts" not in name or int(name.split(".")[4]) in held[index]
-        }
+        own = _own(wanted, held, index)
         assert len(worker.history) == 2
         for got in worker.history:
             assert set(got) == set(own)
@@ -189,6 +194,48 @@ def test_in_doubt_every_worker_gets_everything(
     warnings = [text for text in texts if "every worker gets all experts" in text]
     assert len(warnings) == (says is not None)
     assert all(str(says) in text for text in warnings)
+
+
+def _push_native(rank: int, world: int, url: str, packed: bool, strategy: str) -> list[int]:
+    model = _sharded(rank, world, strategy)
+    source = DTensorSource(model, dtype=torch.bfloat16, naming=naming_for(model, experts=HALVES))
+    with WeightSender(
+        source, HTTPWeightSyncClient(url), packed=packed, bucket_bytes=1000 if packed else None
+    ) as sender:
+        return [sender.send(number).bytes for number in range(2)]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "told", "held"),
+    [
+        ("linear", LINEAR, LINEAR),
+        ("round_robin", IN_TURN, IN_TURN),
+        ("linear", IN_TURN, None),  # the trainer holds others: all to all
+        ("linear", [range(4), None], None),  # experts that move about
+        ("linear", [range(8), range(8)], None),
+        ("linear", [range(3), range(4, 8)], None),  # one that nobody asks for must not vanish
+        ("linear", [range(8)], None),  # a rank without a worker
+    ],
+)
+def test_workers_name_their_experts_themselves(packed: bool, strategy: str, told: Any, held: Any) -> None:
+    workers = [
+        NativeWorker(
+            index,
+            experts=None if own is None else {f"layers.{n}.mlp.experts": list(own) for n in range(2)},
+        )
+        for index, own in enumerate(told)
+    ]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        sent = run_ranks(_push_native, 2, server.url, packed, strategy)
+        assert server.published == ["0", "1"]
+    wanted = unfused(moe(), torch.bfloat16)
+    for index, worker in enumerate(workers):
+        assert worker.syncs == [1, 2]
+        own = _own(wanted, held, index)
+        assert set(worker.weights) == set(own)
+        assert all(torch.equal(worker.weights[name], tensor) for name, tensor in own.items())
+        assert sent[index] == [sum(tensor.nbytes for tensor in own.values())] * 2
 
 
 def _typo(rank: int, world: int) -> None:
