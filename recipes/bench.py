@@ -358,7 +358,7 @@ class Bench:
         sent = timed[-1]["bytes"]
         # A worker that gets its own experts only has less to copy than the model's size.
         copy_s = 2 * sent / floors["copy"]["bytes_per_s"]
-        for name in ("load_s", "wait_s"):
+        for name in ("open_s", "load_s", "wait_s"):
             if name in worker:
                 stages[f"worker {name.removesuffix('_s')}"] = median(s["worker"][name] for s in timed)
         self.log.write(
