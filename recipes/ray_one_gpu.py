@@ -1,7 +1,6 @@
 """Ray: a vLLM actor and a trainer rank share a GPU, as two halves of one bundle of a placement group.
 
-One such pair by default, `ranks` of them on as many GPUs, or on the CPU of a machine without any. The ranks shard one
-model with FSDP2; rank 0 drives all the actors. `conf/ray_one_gpu.yaml` has the command line and the settings.
+`ranks` such pairs (1) shard one model; rank 0 drives all actors. `conf/ray_one_gpu.yaml` has the command and the settings.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from recipes.train import GROUP_TIMEOUT_S, model_dir_of, model_of, sender_of, tr
 
 @dataclass(kw_only=True)
 class RayJobConfig(JobConfig):
-    """The job's settings; `ranks` pairs of a vLLM actor and a trainer rank, one a GPU."""
+    """The job's settings."""
 
-    ranks: int = 1
+    ranks: int = 1  # pairs of a vLLM actor and a trainer rank, one a GPU
 
 
 def train(job: RayJobConfig, model_dir: Path, engines: list[Any]) -> tuple[list[Push], list[str]]:
@@ -78,24 +77,23 @@ def run(job: RayJobConfig, out: Path) -> None:
     ray.init(num_gpus=count if on_gpu else 0, num_cpus=2 * count, include_dashboard=False)
     try:
         group = placement_group([{"CPU": 2, "GPU": 1} if on_gpu else {"CPU": 2}] * count)
+        strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(count)]
         half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
-        places = [
-            {**half, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i)} for i in range(count)
-        ]
+        places = [{**half, "scheduling_strategy": strategy} for strategy in strategies]
         cpus = usable_cpus()
         wanted = server_env(os.environ, num_replicas=count, config=job.server, on_gpu=on_gpu, num_cpus=cpus)
-        env = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
-        env["PYTHONPATH"] = with_root(os.environ.get("PYTHONPATH"))
+        own = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+        own["PYTHONPATH"] = with_root(os.environ.get("PYTHONPATH"))
         model_dir = model_dir_of(job, out)
-        engines = [start_engine(job, model_dir, place, env) for place in places]
+        engines = [start_engine(job, model_dir, place, own) for place in places]
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-        results = []  # of the ranks; all tell the same
-        for rank, place in enumerate(places):
-            own = {**meet, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": env["PYTHONPATH"]}
-            start = ray.remote(**place, max_retries=0, runtime_env={"env_vars": own})(train).remote
-            results.append(start(job, model_dir, engines))
+        meet |= {"LOCAL_RANK": "0", "PYTHONPATH": own["PYTHONPATH"]}
+        envs = [{"env_vars": {**meet, "RANK": str(rank)}} for rank in range(count)]
+        pairs = zip(places, envs, strict=True)
+        ranks = [ray.remote(**place, max_retries=0, runtime_env=env)(train) for place, env in pairs]
+        results = [rank.remote(job, model_dir, engines) for rank in ranks]
         with Report(steps=job.train.steps, active=True) as report:
-            pushes, proofs = ray.get(results)[0]
+            pushes, proofs = ray.get(results)[0]  # all ranks tell the same
             for push, proof in zip(pushes, proofs, strict=True):
                 report.pushed(push)
                 report.say(f"  {proof}")
