@@ -16,7 +16,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc.clients.ray import RayWeightSyncClient
@@ -74,12 +74,12 @@ def start_engine(job: RayJobConfig, model_dir: Path, place: dict[str, Any], env:
 def run(job: RayJobConfig, out: Path) -> None:
     """Run the job: actors and ranks in Ray, a rank beside each actor."""
     on_gpu, count = torch.cuda.is_available(), job.ranks
-    ray.init(num_gpus=count if on_gpu else 0, num_cpus=2 * count, include_dashboard=False)
+    gpus = count if on_gpu else 0
+    ray.init(num_gpus=gpus, num_cpus=2 * count, include_dashboard=False, log_to_driver=False)
     try:
         group = placement_group([{"CPU": 2, "GPU": 1} if on_gpu else {"CPU": 2}] * count)
-        strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(count)]
-        half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
-        places = [{**half, "scheduling_strategy": strategy} for strategy in strategies]
+        half = {"num_cpus": 1, "num_gpus": gpus / count / 2}
+        places = [{**half, "scheduling_strategy": InGroup(group, index)} for index in range(count)]
         cpus = usable_cpus()
         wanted = server_env(os.environ, num_replicas=count, config=job.server, on_gpu=on_gpu, num_cpus=cpus)
         own = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
@@ -89,14 +89,14 @@ def run(job: RayJobConfig, out: Path) -> None:
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
         meet |= {"LOCAL_RANK": "0", "PYTHONPATH": own["PYTHONPATH"]}
         envs = [{"env_vars": {**meet, "RANK": str(rank)}} for rank in range(count)]
-        pairs = zip(places, envs, strict=True)
-        ranks = [ray.remote(**place, max_retries=0, runtime_env=env)(train) for place, env in pairs]
+        ranks = [
+            ray.remote(**p, max_retries=0, runtime_env=e)(train) for p, e in zip(places, envs, strict=True)
+        ]
         results = [rank.remote(job, model_dir, engines) for rank in ranks]
+        pushes, proofs = ray.get(results)[0]  # all ranks tell the same
         with Report(steps=job.train.steps, active=True) as report:
-            pushes, proofs = ray.get(results)[0]  # all ranks tell the same
-            for push, proof in zip(pushes, proofs, strict=True):
+            for push in pushes:
                 report.pushed(push)
-                report.say(f"  {proof}")
             report.finish({"proofs": proofs, "ranks": count})
     finally:
         ray.shutdown()
