@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
 from fsdp_ipc.naming import naming_for
@@ -16,6 +17,10 @@ from tests.runner import run_ranks
 from tests.sharded import several_buckets, transfer
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: its models and adapters are the subject")
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
+    reason=f"needs a torch that torchtitan can be imported with (2.13 is one), not {torch.__version__}",
+)
 
 
 def _built(config: Any, adapter: Callable[..., Any]) -> tuple[nn.Module, Any]:
