@@ -88,6 +88,7 @@ def run(config: MoeConfig, device: torch.device, out: Path) -> None:
             stats = sender.send(version)
             if can_sleep:
                 on_rank0(lambda: client.wake_up("kv_cache"))
+            on_rank0(client.reset_prefix_cache)  # an update leaves keys and values of the old weights behind
             proof = prove(
                 model, [probe], device, experts=EXPERTS, sharded_experts=sharded, reload_in=reload_in
             )

@@ -17,10 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_ipc import DTensorSource
+from recipes.bench import ShapeConfig
 from recipes.config import DataConfig, ModelConfig, TrainConfig
 from recipes.models import build_model, byte_tokenizer, write_model_dir
 from recipes.report import Push, Report, matching_prefix, printable
 from recipes.train import Trainer, continuation, read_text
+from tests.fake_server import FakeServer
+from tests.native_worker import NativeWorker
 from tests.runner import run_ranks
 
 
@@ -95,6 +98,41 @@ def test_field_D18_a_tied_parameter_lies_in_one_group(tmp_path: Path) -> None:
     """https://github.com/huggingface/accelerate/pull/4171: torch 2.13 raises when it lies in two."""
     write_model_dir(_sizes(tied=True), tmp_path)
     run_ranks(_tied, 2, str(tmp_path))
+
+
+def _sleeping_job(rank: int, world_size: int, url: str, folder: str) -> None:
+    """`recipes.moe_ep` with a server that can sleep, which none on a CPU can."""
+    from recipes import moe_ep
+
+    class Server:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.url = url
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *exc: object) -> None: ...
+
+        def wait_healthy(self, *args: Any) -> None: ...
+
+    moe_ep.Server = Server
+    moe_ep.write_server_dir = lambda shape, path: path
+    moe_ep.WorkerProbe = lambda *args: None
+    moe_ep.prove = lambda *args, **kwargs: "not proved"
+    config = moe_ep.MoeConfig(shape=ShapeConfig(name="small_moe", num_layers=1), pushes=2)
+    moe_ep.run(config, torch.device("cpu"), Path(folder))
+
+
+def test_field_C5_only_weights_are_awake_while_they_are_pushed(tmp_path: Path) -> None:
+    """https://github.com/vllm-project/vllm/issues/15254: old weights, the cache and new weights at once did not fit."""
+    workers = [NativeWorker(0)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        run_ranks(_sleeping_job, 1, server.url, str(tmp_path))
+        steps = ("/sleep", "/wake_up", "/start_weight_update", "/finish_weight_update", "/reset_prefix_cache")
+        seen = [route for route in server.routes if route in steps]
+        assert seen == ["/sleep", "/wake_up", *steps[2:4], "/wake_up", "/reset_prefix_cache"] * 2
+        assert server.violations == []
+        assert server.published == ["1", "2"]
 
 
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
