@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class WeightSyncError(Exception):
@@ -21,8 +21,17 @@ class WeightSyncError(Exception):
     def __init__(self, step: str, failures: Mapping[int, str]) -> None:
         self.step = step
         self.failures: dict[int, str] = dict(failures)
-        causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(self.failures.items()))
+        ranks: dict[str, list[int]] = {}
+        for rank, cause in sorted(self.failures.items()):
+            ranks.setdefault(cause, []).append(rank)
+        causes = "; ".join(f"{_named(same)}: {cause}" for cause, same in ranks.items())
         super().__init__(f"weight sync failed at {step!r}: {causes}")
 
     def __reduce__(self) -> tuple[type[WeightSyncError], tuple[str, dict[int, str]]]:
         return type(self), (self.step, self.failures)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """One rank or several, but not a thousand."""
+    some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

@@ -89,7 +89,6 @@ def test_nothing_to_send_is_refused() -> None:
 
 
 def _on_two_ranks(rank: int, world: int) -> None:
-    # Before the one-rank mesh below: torch names a group by the number of groups that the rank has.
     group = TrainerGroup(dist.group.WORLD)
     mesh = init_device_mesh("cpu", (world,))
 

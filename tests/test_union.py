@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_ipc import full, gather
+from fsdp_ipc import WeightSyncError, full, gather, stage
 from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.experts import HALVES
 from fsdp_ipc.group import TrainerGroup
@@ -23,9 +23,12 @@ from fsdp_ipc.plan import PlanLimits
 from fsdp_ipc.replicas import check_replicas
 from fsdp_ipc.source import DTensorSource
 from fsdp_ipc.union import place_tensors, unite
+from tests.fake_server import FakeServer
+from tests.native_worker import NativeWorker
 from tests.runner import run_ranks
 from tests.sharded import Transfer, assert_same, change
 from tests.test_expert_parallel import EXPERTS, experts_of, moe, unfused
+from tests.toy import make_sender
 
 WIDTH = 8
 
@@ -214,6 +217,45 @@ def _contradictions(rank: int, world: int) -> None:
 
 def test_streams_that_contradict_each_other_are_refused_by_name() -> None:
     run_ranks(_contradictions, 4)
+
+
+def _refused_by_sender(rank: int, world: int, url: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    good = {name: parameter.detach().clone() for name, parameter in model.state_dict().items()}
+    with make_sender(model, url, group=mesh, dtype=None) as sender:
+
+        def refused(match: str, ranks: set[int]) -> None:
+            with pytest.raises(WeightSyncError, match=match) as caught:
+                sender.send(1)
+            assert caught.value.step == "plan"
+            assert set(caught.value.failures) == ranks
+
+        with torch.no_grad():
+            model["b"].weight.add_(rank)
+        refused(r"ranks 0, 1: ValueError: 1 tensors that every rank should hold alike differ", {0, 1})
+        model["b"] = nn.Linear(3, 2 + rank)
+        refused(r"ranks 0, 1: ValueError: the ranks disagree about b\.weight", {0, 1})
+        model["b"] = nn.Linear(3, 2)
+        model.load_state_dict(good)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:  # alone, between two exchanges, where the others wait for it
+                patch.setattr(stage, "check_replicas", _broken)
+            refused(r"rank 1: ZeroDivisionError", {1})
+        sender.send(2)
+
+
+def _broken(*args: Any) -> None:
+    raise ZeroDivisionError("no")
+
+
+def test_a_sender_refuses_on_all_ranks_before_the_server_hears_of_it() -> None:
+    workers = [NativeWorker(index) for index in range(2)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        run_ranks(_refused_by_sender, 2, server.url)
+        assert server.published == ["2"]
+        assert server.routes.count("/start_weight_update") == 1
 
 
 def _rank_local(rank: int, world: int) -> None:
