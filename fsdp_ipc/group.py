@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -213,25 +214,29 @@ class TrainerGroup:
         default_store = dist.distributed_c10d._get_default_store()
         digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         store = PrefixStore(f"fsdp_ipc/{digest}/{number}", default_store)
+        begin = time.monotonic()
         try:
             store.set(f"here/{self.rank}", "1")
             return ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            raise WeightSyncError("group", self._absent(store, error)) from error
+            waited = time.monotonic() - begin >= 0.9 * self.timeout_s
+            absent = self._absent(store) if waited else []
+            cause = (
+                f"had not come to build trainer group number {number + 1} of global ranks {list(self.ranks)} after "
+                f"{self.timeout_s:g} s. Every member must build the sender, equally often"
+            )
+            own = (
+                f"can't connect to the other ranks: {error}. Do they reach each other over this host's network interface "
+                "(GLOO_SOCKET_IFNAME names another one)?"
+            )
+            raise WeightSyncError("group", dict.fromkeys(absent, cause) or {self.rank: own}) from error
 
-    def _absent(self, store: Any, error: RuntimeError) -> dict[int, str]:
-        """Which members have not come, as far as the store still answers."""
-        cause = (
-            f"did not build trainer group number {_built[self.ranks]} of global ranks {list(self.ranks)} within "
-            f"{self.timeout_s:g} s. Every member must build the sender, equally often"
-        )
+    def _absent(self, store: Any) -> list[int]:
+        """The members that have not come, as far as the store still answers."""
         try:
-            absent = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
+            return [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
         except RuntimeError:
-            absent = []
-        if absent:
-            return dict.fromkeys(absent, cause)
-        return {self.rank: f"can't connect to the other ranks ({error}); another rank {cause}"}
+            return []
 
     def _meet(
         self, kind: int, step: str, *, value: int, error: BaseException | str | None = None, same: int = 0

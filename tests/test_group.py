@@ -273,7 +273,10 @@ def _missing(rank: int, world: int) -> None:
         assert 1.5 < time.monotonic() - begin < 10
         assert failed.step == "group"
         assert set(failed.failures) == {1}
-        assert "did not build trainer group number 1 of global ranks [0, 1, 2] within 2 s" in str(failed)
+        assert (
+            "rank 1: had not come to build trainer group number 1 of global ranks [0, 1, 2] after 2 s"
+            in str(failed)
+        )
         del failed
         assert _settled(before)
     dist.barrier()
@@ -281,6 +284,17 @@ def _missing(rank: int, world: int) -> None:
 
 def test_a_rank_that_does_not_build_the_group_is_named() -> None:
     run_ranks(_missing, 3)
+
+
+def _no_interface(rank: int, world: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    failed = _failure(lambda: TrainerGroup(dist.group.WORLD, timeout_s=5))
+    assert set(failed.failures) == {rank}
+    assert "nosuch0" in str(failed) and "GLOO_SOCKET_IFNAME names another one" in str(failed)
+
+
+def test_a_rank_that_can_not_connect_says_why() -> None:
+    run_ranks(_no_interface, 2)
 
 
 def _late(rank: int, world: int) -> None:
