@@ -144,10 +144,35 @@ class JobConfig:
     complete: bool = True
 
 
+@dataclass(kw_only=True)
+class RemoteJobConfig(JobConfig):
+    """What `recipes.http_remote_trainer` is told.
+
+    Attributes:
+        prove: Compare the workers' parameters with the trainer's after each push. The server must be able to import
+            `recipes` and be started with `--worker-extension-cls recipes.worker_extension.WorkerChecks`.
+    """
+
+    prove: bool = False
+
+
+@dataclass(kw_only=True)
+class RayJobConfig(JobConfig):
+    """What `recipes.ray_one_gpu` is told.
+
+    Attributes:
+        ranks: Pairs of a vLLM actor and a trainer rank, one a GPU.
+    """
+
+    ranks: int = 1
+
+
 def register_configs() -> None:
     """Tell Hydra the schemas and the `launched` resolver; call before `@hydra.main` runs."""
     store = ConfigStore.instance()
     store.store(name="job_schema", node=JobConfig)
+    store.store(name="remote_schema", node=RemoteJobConfig)
+    store.store(name="ray_schema", node=RayJobConfig)
     store.store(group="model", name="model_schema", node=ModelConfig)
     if not OmegaConf.has_resolver("launched"):
         OmegaConf.register_new_resolver("launched", lambda: launch_time(), use_cache=True)  # noqa: PLW0108 - without its parameter

@@ -7,34 +7,20 @@ trainer's GPUs; `conf/http_remote_trainer.yaml` has both command lines.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
 import torch
 import torch.distributed as dist
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import HTTPWeightSyncClient
-from recipes.config import CONF_DIR, JobConfig, load, quiet_other_ranks, register_configs, run_dir
+from recipes.config import CONF_DIR, RemoteJobConfig, load, quiet_other_ranks, register_configs, run_dir
 from recipes.probe import WorkerProbe, prove
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.report import Push, Report
 from recipes.train import GROUP_TIMEOUT_S, Policy, model_of, sender_of, trainer_of
-
-
-@dataclass(kw_only=True)
-class RemoteJobConfig(JobConfig):
-    """The job's settings.
-
-    Attributes:
-        prove: Compare the workers' parameters with the trainer's after each push. The server must be able to import
-            `recipes` and be started with `--worker-extension-cls recipes.worker_extension.WorkerChecks`.
-    """
-
-    prove: bool = False
 
 
 def run(job: RemoteJobConfig, device: torch.device, out: Path) -> None:
@@ -82,7 +68,6 @@ def _main(cfg: DictConfig) -> None:
 def main() -> None:
     """Entry point of `python -m recipes.http_remote_trainer`."""
     register_configs()
-    ConfigStore.instance().store(name="remote_schema", node=RemoteJobConfig)
     quiet_other_ranks()
     _main()
 

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
 import ray
 import torch
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
@@ -21,19 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc.clients.ray import RayWeightSyncClient
 from recipes.bench import EXTENSION
-from recipes.config import CONF_DIR, JobConfig, load, register_configs, run_dir
+from recipes.config import CONF_DIR, RayJobConfig, load, register_configs, run_dir
 from recipes.probe import ActorProbe, prove
 from recipes.ranks import joined, own_device
 from recipes.report import Push, Report
 from recipes.serve import free_port, server_env, usable_cpus, with_root
 from recipes.train import GROUP_TIMEOUT_S, model_dir_of, model_of, sender_of, trainer_of
-
-
-@dataclass(kw_only=True)
-class RayJobConfig(JobConfig):
-    """The job's settings."""
-
-    ranks: int = 1  # pairs of a vLLM actor and a trainer rank, one a GPU
 
 
 def train(job: RayJobConfig, model_dir: Path, engines: list[Any]) -> tuple[list[Push], list[str]]:
@@ -112,7 +103,6 @@ def _main(cfg: DictConfig) -> None:
 def main() -> None:
     """Entry point of `python -m recipes.ray_one_gpu`."""
     register_configs()
-    ConfigStore.instance().store(name="ray_schema", node=RayJobConfig)
     _main()
 
 

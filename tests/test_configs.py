@@ -22,16 +22,33 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from recipes.bench import BenchConfig
-from recipes.config import CONF_DIR, JobConfig, check, launch_time, quiet_other_ranks, register_configs
+from recipes.config import (
+    CONF_DIR,
+    JobConfig,
+    RayJobConfig,
+    RemoteJobConfig,
+    check,
+    launch_time,
+    quiet_other_ranks,
+    register_configs,
+)
+from recipes.moe_ep import MoeConfig
 
 ROOT = CONF_DIR.parent
-LAUNCHERS = ("torchrun", "python -m torch.distributed.run")
+LAUNCHERS = ("torchrun", "python -m torch.distributed.run", "python -m recipes.")
+SCHEMAS = {
+    "train": JobConfig,
+    "bench": BenchConfig,
+    "http_one_gpu": JobConfig,
+    "http_remote_trainer": RemoteJobConfig,
+    "ray_one_gpu": RayJobConfig,
+    "moe_ep": MoeConfig,
+}
 
 
 def _compose(overrides: list[str]) -> JobConfig:
     job = _compose_any("train", overrides)
     assert isinstance(job, JobConfig)
-    check(job)
     return job
 
 
@@ -39,16 +56,18 @@ def _compose_any(name: str, overrides: list[str]) -> Any:
     """The settings of the recipe `recipes.NAME`, whose primary config has its name."""
     register_configs()
     ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
+    ConfigStore.instance().store(name="moe_schema", node=MoeConfig)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         settings = OmegaConf.to_object(compose(name, overrides))
-    assert isinstance(settings, {"train": JobConfig, "bench": BenchConfig}[name])
+    assert type(settings) is SCHEMAS[name]
+    if isinstance(settings, JobConfig):
+        check(settings)
     return settings
 
 
 def _compose_line(words: list[str]) -> None:
     module = next(index for index, word in enumerate(words) if word.startswith("recipes."))
-    name, overrides = words[module].removeprefix("recipes."), words[module + 1 :]
-    _compose(overrides) if name == "train" else _compose_any(name, overrides)
+    _compose_any(words[module].removeprefix("recipes."), words[module + 1 :])
 
 
 def _command_lines(text: str) -> list[list[str]]:
@@ -81,7 +100,7 @@ def test_every_experiment_composes(name: str) -> None:
 def test_every_yaml_is_of_a_kind_that_a_test_composes() -> None:
     seen = {str(path.relative_to(CONF_DIR).parent) for path in CONF_DIR.rglob("*.yaml")}
     assert seen == {".", "model", "experiment", "shape"}
-    assert {path.stem for path in CONF_DIR.glob("*.yaml")} == {"train", "bench"}
+    assert {path.stem for path in CONF_DIR.glob("*.yaml")} == set(SCHEMAS)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF_DIR / "shape").glob("*.yaml")))
