@@ -210,7 +210,7 @@ class TrainerGroup:
 
         number = _built[self.ranks]
         _built[self.ranks] += 1
-        # Private, and the only way to the store that every rank of the job has; torch's own modules use it alike.
+        # Private, and the only way to the store that every rank of the job has already (the same in torch 2.11 and 2.13).
         default_store = dist.distributed_c10d._get_default_store()
         digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         store = PrefixStore(f"fsdp_ipc/{digest}/{number}", default_store)
