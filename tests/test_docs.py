@@ -55,6 +55,18 @@ def test_what_replaces_the_old_code_sends_every_weight(block: str) -> None:
         assert [name for name in expected if not torch.equal(worker.weights[name], expected[name])] == []
 
 
+@pytest.mark.vllm
+def test_vllms_factory_with_our_init_info_sends_every_weight() -> None:
+    (block,) = [block for block in BLOCKS if "FSDPIPCTrainerInitInfo(" in block]
+    workers = [NativeWorker(index) for index in range(2)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        expected = run_ranks(_run, 2, server.url, block, timeout_s=200)[0]
+        assert server.violations == []
+    for worker in workers:
+        assert worker.weights.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(worker.weights[name], expected[name])] == []
+
+
 def test_the_naming_snippet_runs() -> None:
     (block,) = [block for block in OURS if "naming_for" in block]
     found: dict[str, Any] = {"model": torch.nn.ModuleDict({"backbone": build()})}
