@@ -56,6 +56,8 @@ class ParamMeta:
         dtype: Wire dtype.
         shape: Full shape.
         owners: Global ranks that hold a piece of it; empty when every rank of the group holds all of it.
+        mesh_shape: Shape of the mesh that holds what it is made of; empty for plain tensors.
+        placements: Placements there as torch prints them, one per mesh axis.
     """
 
     __module__ = "fsdp_ipc"
@@ -64,6 +66,8 @@ class ParamMeta:
     dtype: torch.dtype
     shape: tuple[int, ...]
     owners: tuple[int, ...] = ()
+    mesh_shape: tuple[int, ...] = ()
+    placements: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +81,8 @@ class ParamMeta:
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": list(self.shape),
             "owners": list(self.owners),
+            "mesh_shape": list(self.mesh_shape),
+            "placements": list(self.placements),
         }
 
 
@@ -142,8 +148,9 @@ class StreamItem:
 
     def metas(self) -> list[ParamMeta]:
         """The checkpoint tensors of this item."""
-        owners = self.inputs[0].layout.ranks
-        return [ParamMeta(e.name, self.wire_dtype, e.shape, owners) for e in self.recipe.emits]
+        held = self.inputs[0].layout
+        held_as = (held.ranks, held.mesh_shape, held.placements)
+        return [ParamMeta(emit.name, self.wire_dtype, emit.shape, *held_as) for emit in self.recipe.emits]
 
 
 def chunk_rows(rows: int, num_chunks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.experts import HALVES
 from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.metadata import ParamMeta
 from fsdp_ipc.naming import naming_for
 from fsdp_ipc.plan import PlanLimits
 from fsdp_ipc.replicas import check_replicas
@@ -124,6 +127,36 @@ def _torchtitan(rank: int, world: int) -> None:
 def test_field_D7_experts_sharded_twice_on_dim_0_or_on_two_dims() -> None:
     """https://github.com/pytorch/torchtitan/pull/1561."""
     run_ranks(_torchtitan, 4)
+
+
+def _metadata(rank: int, world: int) -> list[ParamMeta]:
+    model = moe()
+    flat = init_device_mesh("cpu", (world,))
+    sibling = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "ep"))
+    ignored = set()
+    for experts, key in experts_of(model):
+        held = distribute_tensor(getattr(experts, key).detach(), sibling, [Replicate(), Shard(0)])
+        setattr(experts, key, nn.Parameter(held))
+        ignored.add(getattr(experts, key))
+    fully_shard(model, mesh=flat, ignored_params=ignored)
+    model.register_buffer("bias", torch.zeros(3))
+    with CommDebugMode() as counted:
+        metas = DTensorSource(model, naming=naming_for(model, experts=HALVES)).metadata()
+    assert counted.get_total_counts() == 0
+    return metas
+
+
+def test_owners_mesh_and_placements_are_known_on_every_rank() -> None:
+    first, *others = run_ranks(_metadata, 4)
+    assert all(metas == first for metas in others)
+    by_name = {meta.name: meta for meta in first}
+    expert = by_name["layers.1.mlp.experts.7.up_proj.weight"]
+    assert (expert.owners, expert.mesh_shape, expert.placements) == ((0, 1, 2, 3), (2, 2), ("R", "S(0)"))
+    norm = by_name["layers.0.norm.weight"]
+    assert (norm.owners, norm.mesh_shape, norm.placements) == ((0, 1, 2, 3), (4,), ("S(0)",))
+    bias = by_name["bias"]
+    assert (bias.owners, bias.mesh_shape, bias.placements) == ((), (), ())
+    assert json.loads(json.dumps(expert.to_json()))["mesh_shape"] == [2, 2]
 
 
 def _sibling_meshes(rank: int, world: int) -> None:
