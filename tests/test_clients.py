@@ -118,7 +118,27 @@ def test_a_reset_connection_and_an_absent_server_are_errors_and_nothing_is_sent_
         client.start_weight_update()
 
 
-def test_a_connection_is_kept_for_requests_in_a_row_and_left_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_left_after_an_error() -> None:
+    """vLLM's server closes the connection after an exception of its own, without a word in its answer."""
+    with FakeServer(backend="fsdp_ipc") as server:
+        client = make_client(server)
+        seen: list[Any] = []
+
+        def note(handler: Any) -> bool:
+            seen.append(handler.client_address)
+            return False
+
+        server._add("/health", note, 0, -1)
+        client.health()
+        with pytest.raises(ServerRequestError, match="start_weight_update before init"):
+            client.start_weight_update()
+        client.health()
+    assert seen[0] != seen[1]
+
+
+def test_a_connection_is_kept_for_requests_in_a_row_and_left_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # After a pause the server may close it just as the next request goes out, which must then not be sent again.
     monkeypatch.setattr("fsdp_ipc.clients.transport._KEEP_ALIVE_S", 0.5)
     with FakeServer(backend="fsdp_ipc") as server:

@@ -203,7 +203,7 @@ class HTTPTransport:
                     )
                 )
                 outcome.append((response.status_code, response.content.decode("utf-8", errors="replace")))
-                self._sessions[url].used()
+                self._sessions[url].used(well=response.ok)
             except Exception as error:  # noqa: BLE001 - raised again below, in the thread of the caller
                 outcome.append(error)
 
@@ -239,9 +239,9 @@ class _Connection:
             self._session.close()
         return self._session
 
-    def used(self) -> None:
-        """A request has ended well."""
-        self._last_used = time.monotonic()
+    def used(self, *, well: bool) -> None:
+        """A request was answered; after an error vLLM's server closes the connection without saying so."""
+        self._last_used = time.monotonic() if well else 0.0
 
 
 def _is_loopback(url: str) -> bool:
