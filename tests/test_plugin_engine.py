@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_ipc.vllm_plugin import experts as experts_module
 from fsdp_ipc.vllm_plugin.experts import held_experts
 from tests.hand_trainer import HandTrainer, Layout, packed_layout, unpacked_layout
 from tests.tiny_models import qwen3_config, qwen3_weights, write_checkpoint
@@ -452,7 +453,9 @@ def test_syncs_leave_no_mappings_or_descriptors_behind(served: dict[str, Any], e
     assert count() == before
 
 
-def test_held_experts_are_read_from_the_layers_own_tables() -> None:
+def test_held_experts_are_read_from_the_layers_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(experts_module.logger, "info", lambda text, *args: said.append(text % args))
     layer: Any = torch.nn.Module()
     layer.register_buffer("_expert_map", torch.tensor([-1, 1, -1, 0]))
     model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({})})})
@@ -464,6 +467,8 @@ def test_held_experts_are_read_from_the_layers_own_tables() -> None:
     layer.expert_map_manager = None
     layer.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(enable_eplb=True))
     assert held_experts(model) is None
+    assert len(said) == 2
+    assert all("sent to every worker: vLLM moves or repeats experts" in text for text in said)
     layer.moe_config = None
     layer._expert_map = None
     assert held_experts(model) is None

@@ -39,6 +39,8 @@ def _held_experts(model: nn.Module) -> dict[str, list[int]] | None:
         moving = getattr(parallel, "enable_eplb", False) or getattr(manager, "num_redundant_experts", 0)
         # Shared experts that vLLM fused into the table have no global id in a checkpoint.
         if moving or getattr(manager, "num_fused_shared_experts", 0):
+            why = "vLLM moves or repeats experts" if moving else "shared experts are among them"
+            logger.info("All experts of each layer will be sent to every worker: %s (%s).", why, name)
             return None
         local = sorted((slot, expert) for expert, slot in enumerate(table.tolist()) if slot >= 0)
         if [slot for slot, _ in local] != list(range(len(local))):
