@@ -331,3 +331,61 @@ def test_bad_input_is_refused_with_the_cure() -> None:
         assert "this sender is closed" in said["closed"]
     for worker in workers:
         assert_holds(worker, expected(build(), torch.bfloat16))
+
+
+class _LaggingDevice:
+    """Stands in for a CUDA stream and its events, on which a gather is finished only at the third look."""
+
+    def __init__(self, *_: Any) -> None:
+        self.looks = 0
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def record(self, _: Any) -> None:
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def synchronize(self) -> None:
+        self.looks = 3
+
+
+def _push_lagging(rank: int, world: int, url: str) -> list[int]:
+    import contextlib
+
+    from fsdp_ipc.control import ControlBlock
+    from fsdp_ipc.wire import native
+
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    produced: list[int] = []
+    produce = ControlBlock.produce
+
+    def note(self: ControlBlock, sync: int, count: int) -> None:
+        produced.append(count)
+        produce(self, sync, count)
+
+    ControlBlock.produce = note  # type: ignore[method-assign]
+    native.on_stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.Event = _LaggingDevice  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda _=None: _LaggingDevice()  # type: ignore[assignment,return-value]
+    with make_sender(model, url, bucket_bytes=BUCKET) as sender:
+        sender._delivery._stream = _LaggingDevice()  # type: ignore[attr-defined]
+        for version in range(3):
+            sender.send(version)
+    return produced
+
+
+def test_a_bucket_is_announced_when_the_device_has_finished_it_and_not_before() -> None:
+    """The host queues ahead on a CUDA device; here a stand-in for one, since the order is what counts."""
+    server, workers = serve()
+    with server:
+        per_rank = run_ranks(_push_lagging, 2, server.url)
+    for worker in workers:
+        assert_holds(worker, expected(build(), torch.bfloat16))
+    for produced in per_rank:
+        buckets = len(produced) // 3
+        assert buckets >= 4
+        assert produced == [*range(1, buckets + 1)] * 3

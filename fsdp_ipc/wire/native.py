@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
 TOKEN_ENV = "FSDP_IPC_TOKEN"
+
+_LOOK_S = 0.0005
+"""How often a rank that waits for its worker looks whether the device has finished the next bucket."""
 
 
 class NativeDelivery:
@@ -73,7 +77,8 @@ class NativeDelivery:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp_ipc") if group.is_sender else None
         # One stream for the life of the sender: a stream a sync strands allocator caches (vllm#52950).
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._events = [torch.cuda.Event(), torch.cuda.Event()] if device.type == "cuda" else []
+        self._events: list[torch.cuda.Event] = []
+        self._gathering: deque[tuple[int, torch.cuda.Event]] = deque()
         self._in_update = False
         self._sync = 0
 
@@ -242,37 +247,59 @@ class NativeDelivery:
                     group.vote("start", outcome(started, self._timeouts.transfer_s))
                 heard = True
             with group.together("gather"):
-                if bucket >= slots and self._has_worker:
+                if bucket >= slots:
                     with timer.stage("wait", bucket):
-                        self._wait_consumed(sync, bucket - slots + 1, updated)
+                        self._wait_for_slot(sync, bucket - slots + 1, updated)
                 with timer.stage("load", bucket), on_stream(self._stream):
                     stage.gatherer.load(bucket, stage.tensors)
             with timer.stage("gather", bucket), on_stream(self._stream):
                 stage.gatherer.gather(bucket)
-                if self._stream is not None:
-                    self._events[bucket % 2].record(self._stream)
-            if bucket and self._events:
-                # The next bucket is queued already: the device never waits for this host.
-                with timer.stage("gather", bucket - 1):
-                    self._events[(bucket - 1) % 2].synchronize()
-                control.produce(sync, bucket)
-            elif not self._events:
-                control.produce(sync, bucket + 1)
+                if self._stream is None:
+                    control.produce(sync, bucket + 1)
+                else:
+                    event = self._event(bucket % slots)
+                    event.record(self._stream)
+                    self._gathering.append((bucket, event))
+            self._announce(sync)
         if self._stream is not None and current is not None:
             with timer.stage("gather", plan.num_buckets - 1):
-                self._events[(plan.num_buckets - 1) % 2].synchronize()
-            control.produce(sync, plan.num_buckets)
+                self._announce(sync, wait=True)
             current.wait_stream(self._stream)
         if not heard:
             with timer.stage("start"):
                 group.vote("start", outcome(started, self._timeouts.transfer_s))
 
-    def _wait_consumed(self, sync: int, count: int, updated: Future[None] | None) -> None:
+    def _announce(self, sync: int, *, wait: bool = False) -> None:
+        """Tell the worker of every bucket that the device has finished by now; with `wait`, of all of them.
+
+        The host goes on queueing while the device gathers, so this is called wherever the host would otherwise wait.
+        """
+        assert self._control is not None
+        while self._gathering:
+            bucket, event = self._gathering[0]
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                return
+            self._gathering.popleft()
+            self._control.produce(sync, bucket + 1)
+
+    def _event(self, index: int) -> torch.cuda.Event:
+        """The event of a slot; a slot's last one has been announced before it is filled again."""
+        while len(self._events) <= index:
+            self._events.append(torch.cuda.Event())
+        return self._events[index]
+
+    def _wait_for_slot(self, sync: int, count: int, updated: Future[None] | None) -> None:
         """Wait for this rank's worker to free a slot, looking now and then whether the request has failed."""
         assert self._control is not None
+        if not self._has_worker:
+            self._announce(sync, wait=True)
+            return
         remaining = self._timeouts.transfer_s
         while True:
-            step = min(0.25, remaining)
+            self._announce(sync)
+            step = min(0.25 if not self._gathering else _LOOK_S, remaining)
             try:
                 self._control.wait_consumed(sync, count, step)
                 return
@@ -285,6 +312,7 @@ class NativeDelivery:
 
     def _fail(self, sync: int, error: BaseException, updated: Future[None] | None) -> None:
         """After a failure: let this rank's worker go, and wait for the request that is still out."""
+        self._gathering.clear()
         if self._control is not None:
             self._control.fail(sync, f"the trainer gave up: {error}"[:4000])
         if updated is not None:
