@@ -13,7 +13,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,6 +81,8 @@ class TrainerGroup:
         self.size = len(self.ranks)
         self.sender_rank = sender_rank
         self._members = group
+        self._store: Any = None
+        self._meetings = 0
         self._control = self._connect() if self.size > 1 else None
 
     @property
@@ -197,6 +199,21 @@ class TrainerGroup:
             error = caught
         self.vote(step, error, same=agreed)
 
+    def others_failed(self) -> bool:
+        """Whether a rank that has failed is at the next exchange already. Not collective, one look into the job's store.
+
+        A rank that waits for something else than the others looks now and then, and then joins them there.
+        """
+        try:
+            return self.size > 1 and bool(self._store.check([f"alarm/{self._meetings + 1}"]))
+        except RuntimeError:
+            return False  # the exchange itself will tell
+
+    def _alarm(self) -> None:
+        """Let the others know before they come: they may be waiting for what will not happen any more."""
+        with suppress(RuntimeError):
+            self._store.set(f"alarm/{self._meetings}", "1")
+
     def close(self) -> None:
         """This rank is done with the group: its connections and threads end. Idempotent, not collective."""
         control, self._control = self._control, None
@@ -213,7 +230,7 @@ class TrainerGroup:
         # Private, and the only way to the store that every rank of the job has already (the same in torch 2.11 and 2.13).
         default_store = dist.distributed_c10d._get_default_store()
         digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
-        store = PrefixStore(f"fsdp_ipc/{digest}/{number}", default_store)
+        store = self._store = PrefixStore(f"fsdp_ipc/{digest}/{number}", default_store)
         begin = time.monotonic()
         try:
             store.set(f"here/{self.rank}", "1")
@@ -246,6 +263,9 @@ class TrainerGroup:
         Raises:
             WeightSyncError: On every rank, at whatever exchange it is.
         """
+        self._meetings += 1
+        if error is not None:
+            self._alarm()
         mine = _Row(kind, int(error is not None), value, same, step)
         rows = [_Row.decode(row) for row in self._gather_numbers(mine.encode(), step, error)]
         if any(row.failed for row in rows):

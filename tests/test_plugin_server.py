@@ -8,7 +8,6 @@ weights away and checksums empty parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,14 +15,14 @@ import requests
 import torch
 
 from tests.hand_trainer import HandTrainer, packed_layout, unpacked_layout
-from tests.tiny_models import VOCAB, qwen3_config, qwen3_weights, write_checkpoint
+from tests.served import PROMPT, Served, served
+from tests.tiny_models import qwen3_config, qwen3_weights, write_checkpoint
 from tests.vllm_server import Server, vllm_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(900)]
 
 TOKEN = "a token that both sides know"
 CONFIG = qwen3_config(tied=True)
-PROMPT = [2 + (37 * index) % (VOCAB - 2) for index in range(40)]
 
 
 class HTTPRoutes:
@@ -50,47 +49,13 @@ class HTTPRoutes:
             raise RuntimeError(f"{route} answered {answer.status_code}: {answer.text}")
 
 
-@dataclass(frozen=True)
-class Served:
-    """What one replica serves."""
-
-    checksums: dict[str, str]
-    logprobs: list[float]
-
-
-def _served(server: Server, replica: int) -> Served:
-    answer = server.post("/weight_checker", {"action": "checksum"})
-    assert answer.status_code == requests.codes.ok, answer.text
-    prefix = f"dp{replica}:"
-    checksums = {
-        key.rpartition(":")[2]: value
-        for key, value in answer.json()["checksums"].items()
-        if key.startswith(prefix)
-    }
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 1,
-        "temperature": 0,
-        "prompt_logprobs": 0,
-    }
-    answer = requests.post(
-        f"{server.url}/v1/completions", json=body, headers={"X-data-parallel-rank": str(replica)}, timeout=60
-    )
-    assert answer.status_code == requests.codes.ok, answer.text
-    found = answer.json()["choices"][0]["prompt_logprobs"][1:]
-    return Served(
-        checksums, [entry[str(token)]["logprob"] for entry, token in zip(found, PROMPT[1:], strict=True)]
-    )
-
-
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Served]:
     """What a server serves that loaded the weights of a seed from a checkpoint."""
     folder = tmp_path_factory.mktemp("reference")
     checkpoint = write_checkpoint(folder / "model", CONFIG, qwen3_weights(CONFIG, seed=2))
     with vllm_server(checkpoint, log=folder / "server.log", load_format="auto") as server:
-        return {2: _served(server, 0)}
+        return {2: served(server, 0)}
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +84,8 @@ def _named(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 def _assert_serves(server: Server, expected: Served) -> None:
     for replica in range(2):
-        found = _served(server, replica)
-        assert found.checksums == expected.checksums
-        assert found.logprobs == expected.logprobs
+        found = served(server, replica)
+        assert found == expected
 
 
 def _version(server: Server) -> str:
@@ -131,7 +95,7 @@ def _version(server: Server) -> str:
 def test_both_replicas_serve_what_a_checkpoint_load_serves(
     server: Server, trainer: HandTrainer, loaded: dict[int, Served]
 ) -> None:
-    assert _served(server, 0).logprobs != loaded[2].logprobs
+    assert served(server, 0).logprobs != loaded[2].logprobs
     hellos = trainer.connect()
     assert [hello and hello["worker_index"] for hello in hellos] == [0, 1]
     assert all(
@@ -145,7 +109,7 @@ def test_both_replicas_serve_what_a_checkpoint_load_serves(
     assert _version(server) == "packed"
     # Other weights and back, so that the first result cannot stand in for the third.
     trainer.send(packed_layout(_named(3), num_buckets=5), version="other")
-    assert _served(server, 1).logprobs != loaded[2].logprobs
+    assert served(server, 1).logprobs != loaded[2].logprobs
     trainer.send(packed_layout(_named(2), num_buckets=5), version="again")
     _assert_serves(server, loaded[2])
     trainer.send(unpacked_layout(_named(3)), version="unpacked 3")
@@ -220,7 +184,7 @@ def test_a_trainer_that_fails_half_way_can_start_anew(
         trainer.send(packed_layout(_named(2), num_buckets=6), version="never", before_bucket=fail_at_three)
     assert _version(server) == "whole"
     # The model is a mixture now, but whole: it answers, and the next full sync is exact.
-    assert len(_served(server, 0).logprobs) == len(PROMPT) - 1
+    assert len(served(server, 0).logprobs) == len(PROMPT) - 1
     trainer.connect()
     trainer.send(packed_layout(_named(2), num_buckets=6), version="recovered")
     _assert_serves(server, loaded[2])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
 TOKEN_ENV = "FSDP_IPC_TOKEN"
+
+_LOOK_AROUND_S = 0.25
+"""How often a rank that waits for its worker looks whether the request or another rank has failed."""
 
 _LOOK_S = 0.0005
 """How often a rank that waits for its worker looks whether the device has finished the next bucket."""
@@ -296,19 +300,24 @@ class NativeDelivery:
         if not self._has_worker:
             self._announce(sync, wait=True)
             return
-        remaining = self._timeouts.transfer_s
+        deadline = time.monotonic() + self._timeouts.transfer_s
+        next_look = time.monotonic() + _LOOK_AROUND_S
         while True:
             self._announce(sync)
-            step = min(0.25 if not self._gathering else _LOOK_S, remaining)
+            step = _LOOK_S if self._gathering else _LOOK_AROUND_S
             try:
                 self._control.wait_consumed(sync, count, step)
                 return
             except TimeoutError:
-                remaining -= step
                 if updated is not None and updated.done():
                     updated.result()
-                if remaining <= 0:
+                if time.monotonic() > deadline:
                     raise
+                if time.monotonic() > next_look:
+                    next_look = time.monotonic() + _LOOK_AROUND_S
+                    if self._group.others_failed():
+                        # The worker may never have heard of this sync: go where the others are, and fail with them.
+                        self._group.vote("gather")
 
     def _fail(self, sync: int, error: BaseException, updated: Future[None] | None) -> None:
         """After a failure: let this rank's worker go, and wait for the request that is still out."""
