@@ -7,6 +7,7 @@ holds exactly those weights. Needs torch and an HTTP client; touches no CUDA on 
 from fsdp_ipc.clients import HTTPWeightSyncClient, ServerRequestError, WeightSyncClient
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.hooks import WeightSyncHook, trainer_callback
 from fsdp_ipc.metadata import ParamMeta
 from fsdp_ipc.naming import Rename, naming_for
 from fsdp_ipc.sender import WeightSender
@@ -28,6 +29,8 @@ __all__ = [
     "WeightSource",
     "WeightSyncClient",
     "WeightSyncError",
+    "WeightSyncHook",
     "__version__",
     "naming_for",
+    "trainer_callback",
 ]
