@@ -136,9 +136,10 @@ def _build(vllm: InProcess, architecture: str, folder: Path) -> tuple[Any, Any, 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_each_model_class_is_filled_by_its_checkpoint_and_misses_each_name(
+def test_field_E12_each_model_class_is_filled_by_its_checkpoint_and_misses_each_name(
     vllm: InProcess, architecture: str, tmp_path: Path
 ) -> None:
+    """https://github.com/vllm-project/vime/issues/5 : a name that is missing is said before any data moves."""
     from fsdp_ipc.vllm_plugin.completeness import examine
 
     model, vllm_config, rows = _build(vllm, architecture, tmp_path)
