@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Self
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ipc.clients.base import WeightSyncClient
-from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import device_key, sweep_stale
 from fsdp_ipc.layout import local_of
@@ -100,11 +100,24 @@ class WeightSender:
         self._closed = False
         self._sync = 0
         self._timer = StageTimer()
-        together = [sorted(names) for names in keep_together]
-        settings = (backend, packed, bucket_bytes, num_slots, sender_rank, expert_placement, together)
-        with self._group.together("set-up", same=settings):
+        settings = {
+            "backend": backend,
+            "packed": packed,
+            "bucket_bytes": bucket_bytes,
+            "num_slots": num_slots,
+            "sender_rank": sender_rank,
+            "expert_placement": expert_placement,
+            "keep_together": [sorted(names) for names in keep_together],
+        }
+        with self._group.together("set-up", same=[f"{name}={value!r}" for name, value in settings.items()]):
             if self._group.is_sender and client is None:
                 raise ValueError("the sender rank needs a client, for example HTTPWeightSyncClient(url)")
+            if client is not None:
+                _check_client(client, self._timeouts)
+            if not isinstance(source, WeightSource):
+                raise TypeError(
+                    f"expected a source such as DTensorSource(model), got {type(source).__name__}"
+                )
             sweep_stale()
             self._device = device if device is not None else _device_of(source)
         chosen, dialect = self._choose(backend, client, on_unknown_version)
@@ -151,6 +164,7 @@ class WeightSender:
                 key,
                 self._timeouts,
                 rank_local_experts=rank_local_experts,
+                publishes=dialect.weight_version,
             )
 
     @property
@@ -212,8 +226,9 @@ class WeightSender:
         timer = self._timer = StageTimer()
         try:
             worker = self._delivery.deliver(version, self._sync, timer)
-        except WeightSyncError as error:
-            self._delivery.recover(str(error))
+        except BaseException as error:
+            # Ctrl-C, too: the next send must find nothing half-open.
+            self._delivery.recover(f"{type(error).__name__}: {error}")
             raise
         plan = self._stage.plan
         return TransferStats(
@@ -243,7 +258,7 @@ class WeightSender:
                         "the stock ipc backend moves CUDA memory only, and these weights are on the CPU: start the "
                         'server with --weight-transfer-config \'{"backend":"fsdp_ipc"}\''
                     )
-                found = chosen, dialect_for(version, on_unknown=on_unknown) if stock else DIALECTS[-1]
+                found = chosen, _dialect(version, on_unknown if stock else None)
         found = self._group.broadcast_object(found, "server")
         if self._group.is_sender:
             logger.info("weight transfer over the %s wire, %d trainer rank(s)", found[0], self._group.size)
@@ -276,13 +291,32 @@ def _ask(backend: Backend, client: Any) -> tuple[str, str]:
     return backend, info.version
 
 
-def _check_settings(
-    backend: str, bucket_bytes: int | None, num_slots: int, expert_placement: str | None
-) -> None:
+def _dialect(version: str, on_unknown: Literal["refuse", "nearest"] | None) -> StockDialect:
+    """The dialect of a release; None for our own wire, which every release from 0.22 on speaks."""
+    if not version:
+        return DIALECTS[-1]
+    if on_unknown is not None:
+        return dialect_for(version, on_unknown=on_unknown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dialect_for(version, on_unknown="nearest")
+
+
+def _check_client(client: Any, timeouts: Timeouts) -> None:
+    """Refuse what is no client; hold its requests to the sender's own time-out."""
+    if not isinstance(client, WeightSyncClient):
+        raise TypeError(
+            f"expected a client such as HTTPWeightSyncClient(url), got {type(client).__name__}: {client!r}"
+        )
+    if getattr(client, "request_timeout_s", 0.0) > timeouts.request_s:
+        client.request_timeout_s = timeouts.request_s  # type: ignore[attr-defined]
+
+
+def _check_settings(backend: str, bucket_bytes: Any, num_slots: int, expert_placement: str | None) -> None:
     if backend not in ("auto", "fsdp_ipc", "ipc"):
         raise ValueError(f"backend={backend!r}: expected 'auto', 'fsdp_ipc' or 'ipc'")
-    if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes={bucket_bytes}: expected a positive number of bytes, or None")
+    if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes <= 0):
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a positive whole number of bytes, or None")
     if num_slots < 1:
         raise ValueError(f"num_slots={num_slots}: expected 1 or more")
     if expert_placement not in (None, "linear", "round_robin"):

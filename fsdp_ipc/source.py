@@ -28,6 +28,8 @@ from fsdp_ipc.naming import Naming, Patterns, naming_for, wire_dtype
 from fsdp_ipc.peft import LowRankMerge
 from fsdp_ipc.recipe import EntryInfo, ParamRecipe
 
+_CASTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 PlainShards = Mapping[str, tuple[DeviceMesh, Sequence[Placement]]]
 
 
@@ -66,7 +68,8 @@ class _Slot:
 class DTensorSource:
     """The weights of a module sharded with FSDP2 (HSDP, FSDP×TP, TP, expert parallel), in checkpoint names.
 
-    Built and read on every trainer rank; nothing here is collective.
+    Built and read on every trainer rank. Nothing here is collective but iterating over it. Reading reshards modules
+    that FSDP2 has left unsharded.
 
     Args:
         module: The module; wrappers (`torch.compile`, checkpoint wrappers, DDP) are looked through.
@@ -80,7 +83,8 @@ class DTensorSource:
             on every rank.
 
     Raises:
-        ValueError: The module has no parameters, or a placement can't be sent.
+        ValueError: The module has no parameters, a placement can't be sent, or `dtype` is no floating dtype of 16 bits
+            or more.
         TypeError: A tensor subclass or dtype that can't be sent, by name.
     """
 
@@ -97,6 +101,11 @@ class DTensorSource:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+        if dtype is not None and dtype not in _CASTS:
+            raise ValueError(
+                f"dtype={dtype!r}: expected a floating dtype of 16 bits or more ({', '.join(map(str, _CASTS))}), or None "
+                "for what the trainer holds. Anything narrower would lose the weights without scales beside them"
+            )
         self._module = module
         self._dtype = dtype
         self._keep = None if keep is None else Patterns(keep)

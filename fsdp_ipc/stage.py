@@ -140,12 +140,11 @@ class Stage:
         self._slots, self._gatherer, self._plan = None, None, None
         self._tensors, self.handles, self.memory = (), [], []
 
-    def _measure(self) -> None:
-        """Count what a sync moves, once for a plan."""
-        rows = (*self.plan.rows, *self.plan.local_rows[self._group.rank])
-        self.num_tensors = len(rows)
-        self.wire_bytes = sum(num_bytes(row.dtype, row.shape) for row in rows)
-        self.resident_bytes = sum(self._items[i].inputs[0].nbytes for i in self.plan.resident)
+    def _measure(self, plan: TransferPlan, items: Sequence[StreamItem]) -> tuple[int, int, int]:
+        """What a sync moves, counted once for a plan: tensors, bytes that a worker reads, resident bytes of them."""
+        rows = (*plan.rows, *plan.local_rows[self._group.rank])
+        resident = sum(items[i].inputs[0].nbytes for i in plan.resident)
+        return len(rows), sum(num_bytes(row.dtype, row.shape) for row in rows), resident
 
     def _replan(
         self,
@@ -168,9 +167,10 @@ class Stage:
                 atomic=self._keep_together,
             )
             agreed.append(plan.digest)
+            counts = self._measure(plan, united)
         self._tensors = tensors
         self._own_items, self._items, self._wanted, self._plan = items, united, wanted, plan
-        self._measure()
+        self.num_tensors, self.wire_bytes, self.resident_bytes = counts
 
     def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
         """Items whose memory every rank can export as it is: whole, in wire dtype, contiguous, on the device."""

@@ -14,7 +14,7 @@ class TransferStats:
     """What one `send` did, as this rank saw it.
 
     Attributes:
-        version: The version that the server publishes, or None.
+        version: The version that was asked for, or None; vLLM publishes it from release 0.27 on.
         sync: Number of the sync, from 1.
         backend: `"fsdp_ipc"` or `"ipc"`.
         bytes: Bytes that every worker was given to read.

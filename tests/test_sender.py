@@ -389,3 +389,52 @@ def test_a_bucket_is_announced_when_the_device_has_finished_it_and_not_before() 
         buckets = len(produced) // 3
         assert buckets >= 4
         assert produced == [*range(1, buckets + 1)] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bfloat16"])
+def test_a_dtype_that_would_lose_the_weights_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="expected a floating dtype of 16 bits or more"):
+        DTensorSource(nn.Linear(2, 2), dtype=dtype)
+
+
+def _push_old_servers(rank: int, world: int, urls: list[str]) -> str | None:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    with make_sender(model, urls, timeouts=Timeouts(request_s=20, transfer_s=30, control_s=40)) as sender:
+        assert sender._delivery._client.request_timeout_s == 20  # type: ignore[attr-defined]
+        return sender.send(7).version
+
+
+def test_releases_that_publish_no_version_are_asked_for_none() -> None:
+    """Two servers of vLLM 0.26 with our plugin; a client's own time-out is held to the sender's."""
+    one = FakeServer(version="0.26.0", backend="fsdp_ipc", workers=[NativeWorker(0)])
+    two = FakeServer(version="0.26.0", backend="fsdp_ipc", workers=[NativeWorker(1)])
+    with one, two:
+        assert run_ranks(_push_old_servers, 2, [one.url, two.url]) == ["7", "7"]
+        assert one.violations == two.violations == []
+    for server in (one, two):
+        assert_holds(server.workers[0], expected(build(), torch.bfloat16))
+
+
+def _interrupted(rank: int, world: int, url: str) -> str:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    with make_sender(model, url) as sender:
+        sender.send(1)
+        gatherer = sender._stage.gatherer
+        gather = gatherer.gather
+
+        def interrupt(bucket: int) -> None:
+            gatherer.gather = gather  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        gatherer.gather = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(2)
+        return str(sender.send(3).version)
+
+
+def test_the_send_after_an_interrupt_works() -> None:
+    server, workers = serve(1)
+    with server:
+        assert run_ranks(_interrupted, 1, server.url) == ["3"]
+        assert server.published == ["1", "3"]
+    assert_holds(workers[0], expected(build(), torch.bfloat16))

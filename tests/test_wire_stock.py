@@ -159,7 +159,7 @@ def test_releases_before_the_wire_are_refused(version: str, on_unknown: Any) -> 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.1.dev1+g123", "main"])
 def test_an_unknown_release_is_refused_or_takes_the_newest_with_a_warning(version: str) -> None:
-    with pytest.raises(ValueError, match="on_unknown='nearest'"):
+    with pytest.raises(ValueError, match="on_unknown_version='nearest'"):
         dialect_for(version)
     with pytest.warns(UserWarning, match="unknown"):
         assert dialect_for(version, on_unknown="nearest") is DIALECTS[-1]

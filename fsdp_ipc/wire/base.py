@@ -24,7 +24,7 @@ class Timeouts:
     A wait that encloses another must outlast it, or the outer one fires first and hides the cause.
 
     Attributes:
-        request_s: One request to the server.
+        request_s: One request to the server; a client that would wait longer is held to it.
         transfer_s: Waiting for the worker on the same device to free a slot.
         control_s: Waiting for the other trainer ranks.
     """

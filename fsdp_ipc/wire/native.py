@@ -54,6 +54,7 @@ class NativeDelivery:
         key: Device key of this rank.
         timeouts: See `Timeouts`.
         rank_local_experts: Deliver experts rank-locally where the layouts on both sides allow it.
+        publishes: The server's release publishes a weight version (vLLM 0.27 and later).
     """
 
     backend = "fsdp_ipc"
@@ -68,6 +69,7 @@ class NativeDelivery:
         timeouts: Timeouts,
         *,
         rank_local_experts: bool = True,
+        publishes: bool = True,
     ) -> None:
         self._stage, self._client, self._group, self._key = stage, client, group, key
         self._timeouts, self._rank_local_experts = timeouts, rank_local_experts
@@ -78,6 +80,7 @@ class NativeDelivery:
         self._handles: dict[str, list[dict[str, Any]]] = {}
         self._experts: list[dict[str, list[int]] | None] = [None] * group.size
         self._has_worker = False
+        self._publishes = publishes
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp_ipc") if group.is_sender else None
         # One stream for the life of the sender: a stream a sync strands allocator caches (vllm#52950).
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -146,7 +149,7 @@ class NativeDelivery:
         self._sync = sync
         with timer.stage("prepare"):
             self.connect()
-            changed = stage.refresh(self._wanted(), agree=(version, sync))
+            changed = stage.refresh(self._wanted(), agree=(f"version {version!r}", f"sync {sync}"))
             if changed:
                 gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
                 keys = group.gather_objects(self._key, "handles")
@@ -164,7 +167,7 @@ class NativeDelivery:
             # Its vote is the barrier after which references may go: every worker has reported that it is done.
             with group.together("finish"):
                 if self._client is not None and group.is_sender:
-                    self._client.finish_weight_update(version)
+                    self._client.finish_weight_update(version if self._publishes else None)
                     self._in_update = False
             stage.release_unpacked()
         assert self._control is not None

@@ -143,7 +143,7 @@ def dialect_for(version: str, *, on_unknown: Literal["refuse", "nearest"] = "ref
     if on_unknown == "refuse":
         raise ValueError(
             f"the server runs vLLM {version!r}, and the stock 'ipc' wire is known for {_span()} only. Set "
-            f"on_unknown='nearest' to speak the newest of these with a warning, or use the 'fsdp_ipc' backend"
+            f"on_unknown_version='nearest' of the sender to speak the newest of these with a warning, or use the 'fsdp_ipc' backend"
         )
     newest = DIALECTS[-1]
     warnings.warn(

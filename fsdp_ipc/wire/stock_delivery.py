@@ -97,7 +97,7 @@ class StockDelivery:
         group, stage = self._group, self._stage
         with timer.stage("prepare"):
             self.connect()
-            stage.refresh(self._placement, agree=(version, sync))
+            stage.refresh(self._placement, agree=(f"version {version!r}", f"sync {sync}"))
         with timer.stage("start"):
             self._start()
         requests: list[Future[None]] = []
