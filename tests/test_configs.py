@@ -268,3 +268,12 @@ def test_field_F5_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "start torchrun once for each" in done.stderr
     assert not list(tmp_path.glob("result-*"))
+
+
+def test_field_C1_the_number_of_the_refusal_is_a_setting_of_the_recipes() -> None:
+    """https://github.com/Azure/azureml-assets/pull/5288 : an error that names a setting which does not exist."""
+    needed = 16384  # as in `test_plan`: "Set bucket_bytes=16384 or more"
+    job = _compose([f"sync.bucket_mb={needed / 2**20}"])
+    assert job.sync.bucket_mb is not None
+    assert int(job.sync.bucket_mb * 2**20) == needed
+    assert _compose([]).sync.bucket_mb is None  # left out, it is sized to the largest tensor
