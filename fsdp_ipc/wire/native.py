@@ -87,7 +87,6 @@ class NativeDelivery:
         self._events: list[torch.cuda.Event] = []
         self._gathering: deque[tuple[int, torch.cuda.Event]] = deque()
         self._in_update = False
-        self._sync = 0
 
     def connect(self) -> None:
         """All ranks, collective: give every worker the name of the control block that it shares with a rank."""
@@ -146,7 +145,6 @@ class NativeDelivery:
             WeightSyncError: On every rank.
         """
         group, stage = self._group, self._stage
-        self._sync = sync
         with timer.stage("prepare"):
             self.connect()
             changed = stage.refresh(self._wanted(), agree=(f"version {version!r}", f"sync {sync}"))
