@@ -33,54 +33,10 @@ __all__ = [
 ]
 
 
-class SharedBuffer:
-    """Memory of this process that another one may open. The producer owns it; `close` frees it.
+class _Buffer:
+    """Bytes under a handle, until they are closed."""
 
-    What a worker may still be reading must not be closed: the memory goes back to the allocator at once, whatever
-    the worker has open.
-
-    Attributes:
-        handle: Its name for the other process.
-    """
-
-    def __init__(self, memory: torch.Tensor, handle: IpcHandle, file: shm.SharedFile | None = None) -> None:
-        self.handle = handle
-        self._bytes: torch.Tensor | None = memory
-        self._file = file
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """The memory as uint8 `[nbytes]`.
-
-        Raises:
-            ValueError: The buffer is closed.
-        """
-        if self._bytes is None:
-            raise ValueError("the shared buffer is closed")
-        return self._bytes
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._bytes is None
-
-    def close(self) -> None:
-        """Free the memory and unlink its file; a second call does nothing."""
-        if self._bytes is None:
-            return
-        self._bytes = None
-        if self._file is not None:
-            self._file.close()
-        if self.handle.kind == "cuda":
-            cuda_ipc.collect()
-
-
-class OpenedBuffer:
-    """Another process's memory, mapped here. Tensors made from `bytes` keep the mapping alive until they are gone.
-
-    Attributes:
-        handle: The name under which it was opened.
-    """
+    _kind: str
 
     def __init__(self, memory: torch.Tensor, handle: IpcHandle) -> None:
         self.handle = handle
@@ -94,7 +50,7 @@ class OpenedBuffer:
             ValueError: The buffer is closed.
         """
         if self._bytes is None:
-            raise ValueError("the opened buffer is closed")
+            raise ValueError(f"the {self._kind} buffer is closed")
         return self._bytes
 
     @property
@@ -102,13 +58,50 @@ class OpenedBuffer:
         """Whether `close` was called."""
         return self._bytes is None
 
-    def close(self) -> None:
-        """Unmap; a second call does nothing. On CUDA this waits for the device's current stream."""
-        if self._bytes is None:
-            return
+    def _release(self) -> None:
         self._bytes = None
         if self.handle.kind == "cuda":
             cuda_ipc.collect()
+
+
+class SharedBuffer(_Buffer):
+    """Memory of this process that another one may open. The producer owns it; `close` frees it.
+
+    What a worker may still be reading must not be closed: the memory goes back to the allocator at once, whatever
+    the worker has open.
+
+    Attributes:
+        handle: Its name for the other process.
+    """
+
+    _kind = "shared"
+
+    def __init__(self, memory: torch.Tensor, handle: IpcHandle, file: shm.SharedFile | None = None) -> None:
+        super().__init__(memory, handle)
+        self._file = file
+
+    def close(self) -> None:
+        """Free the memory and unlink its file; a second call does nothing."""
+        if self.closed:
+            return
+        self._release()
+        if self._file is not None:
+            self._file.close()
+
+
+class OpenedBuffer(_Buffer):
+    """Another process's memory, mapped here. Tensors made from `bytes` keep the mapping alive until they are gone.
+
+    Attributes:
+        handle: The name under which it was opened.
+    """
+
+    _kind = "opened"
+
+    def close(self) -> None:
+        """Unmap; a second call does nothing. On CUDA this waits for the device's current stream."""
+        if not self.closed:
+            self._release()
 
 
 def allocate(nbytes: int, device: torch.device, *, key: str) -> SharedBuffer:
