@@ -14,16 +14,15 @@ The order of one sync, for `k` from 0:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fsdp_ipc import shm
+from fsdp_ipc.process import pid_namespace, start_time
 
 _MAGIC = 0x66736470_69706301  # "fsdpipc" and the version of this layout
 _HEADER_BYTES = 4096
@@ -152,7 +151,7 @@ class ControlBlock:
         words[own.progress] = 0
         words[own.failed] = 0
         words[own.closed] = 0
-        words[own.start_time], words[own.namespace] = _start_time(os.getpid()) or 0, _pid_namespace()
+        words[own.start_time], words[own.namespace] = start_time(os.getpid()) or 0, pid_namespace()
         words[own.pid] = os.getpid()
 
     # Trainer side
@@ -327,7 +326,7 @@ class ControlBlock:
         words = self._words
         pid = words[peer.pid]
         # A process id of another PID namespace says nothing here; then only the time-out ends a wait.
-        if pid == 0 or words[peer.namespace] == 0 or words[peer.namespace] != _pid_namespace():
+        if pid == 0 or words[peer.namespace] == 0 or words[peer.namespace] != pid_namespace():
             return True
         try:
             os.kill(pid, 0)
@@ -335,8 +334,8 @@ class ControlBlock:
             return False
         except PermissionError:
             return True
-        start_time = _start_time(pid)
-        return start_time is None or start_time == words[peer.start_time]
+        started = start_time(pid)
+        return started is None or started == words[peer.start_time]
 
 
 def _check_u32(what: str, value: int) -> None:
@@ -352,20 +351,3 @@ def _progress(sync: int, count: int) -> int:
 
 def _spell(word: int) -> str:
     return f"bucket count {word & _MAX_U32} of sync {word >> 32}"
-
-
-def _start_time(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since boot; 0 for a zombie, None where /proc does not say."""
-    try:
-        # The command's name, in parentheses, may hold anything, so count fields from the last parenthesis.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return 0 if fields[0] in ("Z", "X") else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def _pid_namespace() -> int:
-    """Return the inode of this process's PID namespace, 0 where /proc does not say."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/self/ns/pid").stat().st_ino
-    return 0

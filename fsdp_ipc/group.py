@@ -15,19 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_ipc.ballot import Ballot, differences, digest64
 from fsdp_ipc.errors import WeightSyncError
+from fsdp_ipc.lost_ranks import RollCall
+from fsdp_ipc.process import ProcessName
 
 T = TypeVar("T")
 
 _KINDS = ("votes", "gathers objects", "broadcasts an object")
 _VOTE, _GATHER, _BROADCAST = range(3)
-_STEP_BYTES = 16
 
 _built: Counter[tuple[int, ...]] = Counter()
 """How many trainer groups this process has built on some ranks."""
@@ -83,7 +85,12 @@ class TrainerGroup:
         self._members = group
         self._store: Any = None
         self._meetings = 0
+        self._broken = False
+        self._lost: RollCall | None = None
         self._control = self._connect() if self.size > 1 else None
+        if self.size > 1:
+            names = self.gather_objects(ProcessName.own(), "group")
+            self._lost = RollCall(self._store, self.rank, names, timeout_s)
 
     @property
     def is_sender(self) -> bool:
@@ -170,11 +177,11 @@ class TrainerGroup:
                 raise WeightSyncError(step, {0: describe(error)}) from _cause(error)
             return flag
         values = [repr(value) for value in same]
-        rows = self._meet(_VOTE, step, value=int(flag), error=error, same=_digest64(values))
+        rows = self._meet(_VOTE, step, value=int(flag), error=error, same=digest64(values))
         if any(row.same != rows[0].same for row in rows):
             # Digests beside them: long values may differ where nobody sees it.
-            told = self.gather_objects([(value[:200], _digest64(value)) for value in values], step)
-            raise WeightSyncError(step, _differences(told))
+            told = self.gather_objects([(value[:200], digest64(value)) for value in values], step)
+            raise WeightSyncError(step, differences(told))
         return any(row.value for row in rows)
 
     @contextmanager
@@ -198,6 +205,20 @@ class TrainerGroup:
         except Exception as caught:  # noqa: BLE001  the others must hear of it before anybody raises
             error = caught
         self.vote(step, error, same=agreed)
+
+    def tell(self, step: str, error: BaseException) -> BaseException:
+        """Let all ranks hear, wherever they meet next, of what this one raised outside of a vote. Collective with that meeting.
+
+        Returns:
+            The error that all ranks raise; a `WeightSyncError`, which they have already, and an interrupt as they are.
+        """
+        if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
+            return error
+        try:
+            self.vote(step, error)
+        except WeightSyncError as told:
+            return told
+        return error
 
     def others_failed(self) -> bool:
         """Whether a rank that has failed is at the next exchange already. Not collective, one look into the job's store.
@@ -257,7 +278,7 @@ class TrainerGroup:
 
     def _meet(
         self, kind: int, step: str, *, value: int, error: BaseException | str | None = None, same: int = 0
-    ) -> list[_Row]:
+    ) -> list[Ballot]:
         """All ranks, collective: begins every exchange, so that a rank which failed or went astray is found out.
 
         Raises:
@@ -266,8 +287,8 @@ class TrainerGroup:
         self._meetings += 1
         if error is not None:
             self._alarm()
-        mine = _Row(kind, int(error is not None), value, same, step)
-        rows = [_Row.decode(row) for row in self._gather_numbers(mine.encode(), step, error)]
+        mine = Ballot(kind, int(error is not None), value, same, step)
+        rows = [Ballot.decode(row) for row in self._gather_numbers(mine.encode(), step, error)]
         if any(row.failed for row in rows):
             data = pickle.dumps(None if error is None else describe(error))
             sizes = [size for (size,) in self._gather_numbers([len(data)], step, error)]
@@ -303,43 +324,26 @@ class TrainerGroup:
     def _run(self, step: str, start: Callable[[Any], Any], error: BaseException | str | None = None) -> None:
         """A collective of the control group; its own error becomes one that says where and what to do."""
         gloo = self._control
-        if gloo is None:
+        if gloo is None and not self._broken:
             raise RuntimeError("this trainer group is closed: build a new one on every rank")
         try:
+            if gloo is None:
+                raise RuntimeError("this trainer group has lost a rank")
             start(gloo).wait()
         except RuntimeError as caught:
-            own = f"; this rank itself had failed: {describe(error)}" if error is not None else ""
-            cause = (
-                f"another rank of the trainer group {list(self.ranks)} did not take part within {self.timeout_s:g} s, or "
-                f"died ({caught}){own}. Every rank must call send() together; build the sender anew on every rank, or "
-                "restart the job if a rank has died"
-            )
-            raise WeightSyncError(step, {self.rank: cause}) from caught
+            # The others may be waiting for this rank, not for the one that is missing. They notice at once that its
+            # connections are gone; those go with the last reference.
+            self._broken = True
+            gloo = None
+            self.close()
+            own = None if error is None else describe(error)
+            if self._lost is None:
+                raise WeightSyncError(
+                    step, {self.rank: own or f"can't reach the other ranks: {caught}"}
+                ) from caught
+            raise WeightSyncError(step, self._lost.verdict(own)) from caught
         finally:
-            del gloo  # else whoever keeps the error would keep the connections
-
-
-class _Row(NamedTuple):
-    """What each rank says at the beginning of an exchange; of equal length in all, so that none can be misread."""
-
-    kind: int
-    failed: int
-    value: int
-    same: int
-    step: str
-
-    def encode(self) -> list[int]:
-        """As int64 numbers; the step is cut to 16 bytes."""
-        step = self.step.encode()[:_STEP_BYTES].ljust(_STEP_BYTES, b"\0")
-        halves = (step[: _STEP_BYTES // 2], step[_STEP_BYTES // 2 :])
-        return [*self[:4], *(int.from_bytes(half, "little", signed=True) for half in halves)]
-
-    @classmethod
-    def decode(cls, numbers: Sequence[int]) -> _Row:
-        """The inverse of `encode`."""
-        halves = [number.to_bytes(_STEP_BYTES // 2, "little", signed=True) for number in numbers[4:]]
-        kind, failed, value, same = numbers[:4]
-        return cls(kind, failed, value, same, b"".join(halves).rstrip(b"\0").decode(errors="ignore"))
+            gloo = None  # else whoever keeps the error would keep the connections
 
 
 def broadcast_over_mesh(tensor: torch.Tensor, src: int, mesh: DeviceMesh) -> None:
@@ -374,26 +378,8 @@ def _cause(error: BaseException | str | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _digest64(value: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
-
-
 def _pickled(obj: object) -> tuple[bytes, Exception | None]:
     try:
         return pickle.dumps(obj), None
     except Exception as error:  # noqa: BLE001  the others must hear of it before anybody raises
         return b"", error
-
-
-def _differences(told: Sequence[Sequence[tuple[str, int]]]) -> dict[int, str]:
-    """Cause by rank: the values, each with its digest, in which a rank differs from rank 0."""
-    first = told[0]
-    differing = {
-        at
-        for values in told
-        for at in range(max(len(values), len(first)))
-        if values[at : at + 1] != first[at : at + 1]
-    }
-    texts = [", ".join(text for at, (text, _) in enumerate(values) if at in differing) for values in told]
-    odd = {rank: f"has {texts[rank]}" for rank, values in enumerate(told) if values != first}
-    return {0: f"has {texts[0]}; all ranks must agree", **odd}

@@ -5,6 +5,7 @@ All of it happens before the server hears of a sync, so what can't work is refus
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 import torch
@@ -25,6 +26,8 @@ from fsdp_ipc.replicas import check_replicas
 from fsdp_ipc.source import WeightSource
 from fsdp_ipc.staging import StagingBuffer
 from fsdp_ipc.union import place_tensors, unite
+
+logger = logging.getLogger(__name__)
 
 
 class Stage:
@@ -128,9 +131,12 @@ class Stage:
         """After the barrier of a sync: give the single allocations of unpacked mode back."""
         if self._singles:
             self._gatherer, self.memory = None, []
-        for buffer in self._singles:
-            buffer.close()
-        self._singles = []
+        singles, self._singles = self._singles, []
+        for buffer in singles:
+            try:
+                buffer.close()
+            except Exception as error:  # noqa: BLE001  all ranks have voted: the weights have arrived whatever happens here
+                logger.warning("could not give memory of the sync back: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:
         """This rank: give all memory back. Idempotent."""

@@ -303,7 +303,7 @@ def test_field_A17_a_pid_of_another_namespace_does_not_count_as_dead(trainer, wo
     trainer._words[control._WORKER.namespace] = 0
     with pytest.raises(TimeoutError):
         trainer.wait_consumed(1, 1, 0.5)
-    trainer._words[control._WORKER.namespace] = control._pid_namespace()
+    trainer._words[control._WORKER.namespace] = control.pid_namespace()
     with pytest.raises(PeerError, match="pid 4194303"):
         trainer.wait_consumed(1, 1, 10)
 

@@ -29,6 +29,7 @@ from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
+from fsdp_ipc.verify import SentVerifier
 from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class NativeDelivery:
         timeouts: See `Timeouts`.
         rank_local_experts: Deliver experts rank-locally where the layouts on both sides allow it.
         publishes: The server's release publishes a weight version (vLLM 0.27 and later).
+        verifier: Digests what is sent, for the workers to compare with what they hold.
     """
 
     backend = "fsdp_ipc"
@@ -70,7 +72,9 @@ class NativeDelivery:
         *,
         rank_local_experts: bool = True,
         publishes: bool = True,
+        verifier: SentVerifier | None = None,
     ) -> None:
+        self._verifier = verifier
         self._stage, self._client, self._group, self._key = stage, client, group, key
         self._timeouts, self._rank_local_experts = timeouts, rank_local_experts
         self._control: ControlBlock | None = None
@@ -152,15 +156,20 @@ class NativeDelivery:
                 gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
                 keys = group.gather_objects(self._key, "handles")
                 self._handles = dict(zip(keys, gathered, strict=True))
+            if self._verifier is not None:
+                self._verifier.prepare(stage, sync)
         started, updated = self._post(sync, changed)
         try:
             self._produce(sync, timer, started, updated)
+            failed, same = self._verifier.publish(sync) if self._verifier is not None else (None, [])
             with timer.stage("request"):
-                group.vote("update", outcome(updated, self._timeouts.transfer_s))
+                group.vote("update", failed or outcome(updated, self._timeouts.transfer_s), same=same)
             self._known_plan = stage.plan.digest
-        except BaseException as error:
+        except BaseException as caught:  # noqa: BLE001  raised again below
+            # First the other ranks: their workers hold the request up for which `_fail` waits.
+            error = group.tell("gather", caught)
             self._fail(sync, error, updated)
-            raise
+            raise error from error.__cause__
         with timer.stage("finish"):
             # Its vote is the barrier after which references may go: every worker has reported that it is done.
             with group.together("finish"):
@@ -169,7 +178,8 @@ class NativeDelivery:
                     self._in_update = False
             stage.release_unpacked()
         assert self._control is not None
-        return self._control.read_report()
+        report = self._control.read_report()
+        return report if self._verifier is None else self._verifier.told(report)
 
     def recover(self, reason: str) -> None:
         """Sender: close the half-open update on the server; all ranks: start anew with the next handshake."""
@@ -192,6 +202,8 @@ class NativeDelivery:
         if self._control is not None:
             self._control.close()
             self._control = None
+        if self._verifier is not None:
+            self._verifier.close()
         self._connected = False
 
     def _wanted(self) -> HeldExperts | None:
@@ -213,6 +225,8 @@ class NativeDelivery:
             "epoch": stage.epoch,
             "allocations": self._handles if changed or new_plan else None,
         }
+        if self._verifier is not None:
+            payload |= self._verifier.fields(changed or new_plan)
 
         def start() -> None:
             refuse_asleep(client)
@@ -259,6 +273,8 @@ class NativeDelivery:
                     stage.gatherer.load(bucket, stage.tensors)
             with timer.stage("gather", bucket), on_stream(self._stream):
                 stage.gatherer.gather(bucket)
+                if self._verifier is not None:
+                    self._verifier.digest(bucket)
                 if self._stream is None:
                     control.produce(sync, bucket + 1)
                 else:

@@ -103,15 +103,14 @@ class StockDelivery:
         requests: list[Future[None]] = []
         try:
             self._send_chunks(timer, requests)
-        except WeightSyncError:
-            # Every rank is here, and none may free memory that a request which is still out makes a worker read.
+        except BaseException as caught:  # noqa: BLE001  raised again below
+            error = group.tell("gather", caught)
             self._drain(requests)
-            with contextlib.suppress(WeightSyncError):
-                group.vote("drain")
-            raise
-        except BaseException:
-            self._drain(requests)
-            raise
+            if isinstance(error, WeightSyncError):
+                # Every rank is here, and none may free memory that a request which is still out makes a worker read.
+                with contextlib.suppress(WeightSyncError):
+                    group.vote("drain")
+            raise error from error.__cause__
         with timer.stage("finish"):
             # Its vote is the barrier after which references may go: unpacked tensors are read until finish.
             with group.together("finish"):
