@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_ipc.callbacks.base import CallbackRunner, SyncCallback
 from fsdp_ipc.clients.base import WeightSyncClient
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import device_key, sweep_stale
 from fsdp_ipc.layout import local_of
+from fsdp_ipc.on_failure import FailurePolicy, OnFailure, check_on_failure
 from fsdp_ipc.plan import PlanLimits
 from fsdp_ipc.source import WeightSource
 from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer, TransferStats
+from fsdp_ipc.verify import SentVerifier, Verify, check_verify
 from fsdp_ipc.wire.base import Delivery, Timeouts
 from fsdp_ipc.wire.native import NativeDelivery
 from fsdp_ipc.wire.stock import DIALECTS, StockDialect, StockWire, dialect_for
@@ -53,9 +56,15 @@ class WeightSender:
             all workers there, and so does a server that balances experts, has redundant ones or contradicts.
         keep_together: Sets of checkpoint names that must reach the server in one bucket; a set that does not fit
             `bucket_bytes` is refused.
+        verify: Compare digests of what this trainer meant to send with what each worker holds after loading, before the
+            version is published: `"full"` every tensor in every sync, `"sample"` an eighth of them in turn, so that all
+            are compared within eight syncs. What can't be compared is in `TransferStats.worker["unverified"]`.
+        on_failure: What becomes of the server after a failed `send`: `"raise"` leaves it as it is, `"pause"` leaves it
+            paused, so that it can't serve weights of two versions, until a `send` has gone well.
         device: Device of the staging memory; None takes the device of the weights.
         on_unknown_version: What to do with a vLLM release whose stock dialect is not known: `"nearest"` takes the
             nearest one with a warning.
+        callbacks: Told of every sync on this rank (`fsdp_ipc.callbacks`); closed with the sender.
 
     Raises:
         ValueError: No process group, no mesh and no `group`, this rank is no member, or settings that can't hold.
@@ -80,10 +89,14 @@ class WeightSender:
         rank_local_experts: bool = True,
         expert_placement: PlacementStrategy | None = None,
         keep_together: Sequence[Collection[str]] = (),
+        verify: Verify = "off",
+        on_failure: OnFailure = "raise",
         device: torch.device | None = None,
         on_unknown_version: Literal["refuse", "nearest"] = "refuse",
+        callbacks: Sequence[SyncCallback] = (),
     ) -> None:
         _check_settings(backend, bucket_bytes, num_slots, expert_placement)
+        check_verify(verify)
         members = group if group is not None else source.mesh()
         if members is None and dist.is_initialized():
             raise ValueError(
@@ -106,20 +119,25 @@ class WeightSender:
             "bucket_bytes": bucket_bytes,
             "num_slots": num_slots,
             "sender_rank": sender_rank,
+            "on_failure": on_failure,
             "expert_placement": expert_placement,
             "keep_together": [sorted(names) for names in keep_together],
+            "verify": verify,
         }
+        self._policy = FailurePolicy(on_failure, client, self._group)
         with self._group.together("set-up", same=[f"{name}={value!r}" for name, value in settings.items()]):
             if self._group.is_sender and client is None:
                 raise ValueError("the sender rank needs a client, for example HTTPWeightSyncClient(url)")
             if client is not None:
                 _check_client(client, self._timeouts)
+            check_on_failure(on_failure, client if self._group.is_sender else None)
             if not isinstance(source, WeightSource):
                 raise TypeError(
                     f"expected a source such as DTensorSource(model), got {type(source).__name__}"
                 )
             sweep_stale()
             self._device = device if device is not None else _device_of(source)
+        self._callbacks = CallbackRunner(callbacks, self._group, client)
         chosen, dialect = self._choose(backend, client, on_unknown_version)
         index = self._device.index if self._device.type == "cuda" else self._group.rank
         key = device_key(self._device, index or 0)
@@ -165,6 +183,7 @@ class WeightSender:
                 self._timeouts,
                 rank_local_experts=rank_local_experts,
                 publishes=dialect.weight_version,
+                verifier=None if verify == "off" else SentVerifier(verify, self._group, self._device, key),
             )
 
     @property
@@ -195,6 +214,7 @@ class WeightSender:
 
         Raises:
             WeightSyncError: On every rank, naming the rank and the cause; the version was not published.
+            CallbackError: On every rank, after a sync that went well: a required callback failed.
             RuntimeError: Another `send` of this sender is running, or the sender is closed.
         """
         if self._closed:
@@ -211,6 +231,7 @@ class WeightSender:
         if self._closed:
             return
         self._closed = True
+        self._callbacks.close()
         self._delivery.close()
         self._stage.close()
         self._group.close()
@@ -225,13 +246,18 @@ class WeightSender:
         self._sync += 1
         timer = self._timer = StageTimer()
         try:
+            self._callbacks.begin(self._sync, version, timer, lambda: self._stage.plan.num_buckets)
             worker = self._delivery.deliver(version, self._sync, timer)
-        except BaseException as error:
+        except BaseException as caught:  # noqa: BLE001  raised again below
             # Ctrl-C, too: the next send must find nothing half-open.
+            error = self._group.tell("prepare", caught)
             self._delivery.recover(f"{type(error).__name__}: {error}")
-            raise
+            self._policy.failed(error)
+            self._callbacks.failed(error)
+            raise error from error.__cause__
+        self._policy.succeeded()
         plan = self._stage.plan
-        return TransferStats(
+        stats = TransferStats(
             version=version,
             sync=self._sync,
             backend=self._delivery.backend,
@@ -243,6 +269,8 @@ class WeightSender:
             stage_s=timer.stage_s,
             worker=worker,
         )
+        self._callbacks.end(stats)
+        return stats
 
     def _choose(
         self, backend: Backend, client: WeightSyncClient | None, on_unknown: Literal["refuse", "nearest"]

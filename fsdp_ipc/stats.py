@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -56,6 +56,8 @@ class StageTimer:
         self.began = time.perf_counter()
         self.stage_s: dict[str, float] = {}
         self.spans: list[tuple[str, int, float, float]] = []
+        self.on_gathered: Callable[[int], None] | None = None
+        """Called with the bucket at the end of each `gather`; must not raise."""
 
     @contextmanager
     def stage(self, name: str, bucket: int = -1) -> Iterator[None]:
@@ -67,6 +69,8 @@ class StageTimer:
             ended = time.perf_counter()
             self.stage_s[name] = self.stage_s.get(name, 0.0) + ended - began
             self.spans.append((name, bucket, began - self.began, ended - self.began))
+        if self.on_gathered is not None and name == "gather" and bucket >= 0:
+            self.on_gathered(bucket)
 
     def seconds(self) -> float:
         """Seconds since the sync began."""
