@@ -20,7 +20,8 @@ from pathlib import Path
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - files there are ours alone: 0600, unguessable, opened without links
 DATA_NAME = re.compile(r"fsdp_ipc-[0-9]{1,10}-[0-9a-f]{32}")
 CONTROL_NAME = re.compile(r"fsdp_ipc-[0-9]{1,10}-[0-9a-f]{32}\.ctl")
-_ANY_NAME = re.compile(r"fsdp_ipc-([0-9]{1,10})-[0-9a-f]{32}(\.ctl)?")
+DIGEST_NAME = re.compile(r"fsdp_ipc-[0-9]{1,10}-[0-9a-f]{32}\.dig")
+_ANY_NAME = re.compile(r"fsdp_ipc-([0-9]{1,10})-[0-9a-f]{32}(\.ctl|\.dig)?")
 
 
 class SharedFile:
@@ -61,7 +62,7 @@ def create(nbytes: int, suffix: str = "") -> SharedFile:
 
     Args:
         nbytes: Size of the file, at least 1.
-        suffix: Appended to the name; `".ctl"` for control blocks.
+        suffix: Appended to the name; `".ctl"` for control blocks, `".dig"` for digests.
 
     Raises:
         ValueError: `nbytes` is not positive.
@@ -109,7 +110,7 @@ def open_checked(name: str, pattern: re.Pattern[str], nbytes: int) -> int:
 
     Args:
         name: File name without a directory.
-        pattern: What the whole name must match, `DATA_NAME` or `CONTROL_NAME`.
+        pattern: What the whole name must match, `DATA_NAME`, `CONTROL_NAME` or `DIGEST_NAME`.
         nbytes: Exact size that the file must have.
 
     Raises:

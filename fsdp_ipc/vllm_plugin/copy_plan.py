@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fsdp_ipc.vllm_plugin.copy_lesson import Lesson
+from fsdp_ipc.vllm_plugin.copy_memory import Piece
 from fsdp_ipc.vllm_plugin.copy_replay import CopyPlan, kernels_of
 from fsdp_ipc.vllm_plugin.loader import (
     LayerwiseLoader,
@@ -74,6 +75,13 @@ class CopyPlanLoader:
         if self._plan is not None:
             logger.info("The copy plan is dropped: %s.", reason)
         self._plan = None
+
+    def where(self) -> tuple[object, Callable[[str], list[tuple[torch.Tensor, Piece]] | str]]:
+        """Where incoming tensors lie after `finish`, and an object that is another whenever that may have changed."""
+        plan = self._plan
+        if plan is None or not plan.learned or not plan.holds():
+            return object(), lambda _: "no copy plan was learned"
+        return plan.sources, plan.landed
 
     def start(self, plan_key: str) -> None:
         """Open an update: see what can be replayed, and open vLLM's reload for the rest."""

@@ -76,6 +76,19 @@ class CopyPlan:
                 counts[next(v for v in verdicts if v)] += 1
         return counts
 
+    @property
+    def sources(self) -> object:
+        """Another object whenever what is replayed was settled anew."""
+        return self._sources
+
+    def landed(self, name: str) -> list[tuple[torch.Tensor, Piece]] | str:
+        """Where the pieces of an incoming tensor lie, each with its live tensor; or why the plan does not know."""
+        found = self._sources.get(name)
+        if found:
+            return found
+        verdicts = (self.verdicts.get(module) for module in self.headed.get(name, ()))
+        return next((v for v in verdicts if v), self.strayed.get(name, "nothing loads it"))
+
     def has_doubts(self) -> bool:
         """Whether watching another sync could prove more."""
         return not self.learned or CONSTANT in self.verdicts.values()

@@ -36,6 +36,7 @@ from fsdp_ipc.vllm_plugin.payload import (
     check_bounds,
     parse_update,
 )
+from fsdp_ipc.vllm_plugin.verify import LiveVerifier, VerifyCounts
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class _Update:
 
     sync: int
     loader: WeightLoader
+    verified_buckets: list[list[TensorRow]] | None = None
+    """What the trainer left digests of, if it did."""
     open_s: float = 0.0
     load_s: float = 0.0
     wait_s: float = 0.0
@@ -110,6 +113,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         self._session: _Session | None = None
         self._update: _Update | None = None
         self._loader: WeightLoader | None = None
+        self._verifier = LiveVerifier(self.device)
 
     # The four routes.
 
@@ -208,6 +212,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         Raises:
             ValueError: No update was received since `start_weight_update`.
             IncompleteUpdateError: Some parameter did not get all of its weights.
+            VerificationError: A parameter does not hold what the trainer meant to send.
         """
         session, update = self._session, self._update
         if session is None or update is None:
@@ -216,11 +221,12 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         try:
             counts = update.loader.finish()
             self._synchronize()
+            verified = self._verify(session, update)
         except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update.sync, error)
         self._update = None
         update.load_s += time.monotonic() - began
-        session.control.write_report(_sync_report(update, counts))
+        session.control.write_report(_sync_report(update, counts, verified))
 
     def shutdown(self) -> None:
         """Release the trainer's memory; vLLM calls this when a trainer leaves and when the worker ends."""
@@ -255,6 +261,13 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             self._loader = self._make_loader()
         self._loader.examined = plan.examined
         update = self._update = _Update(sync=info.sync, loader=self._loader)
+        if info.digests is not None:
+            update.verified_buckets = plan.buckets
+            if info.digests:
+                name = info.digests.get(session.device)
+                if name is None:
+                    raise ValueError(f"fsdp_ipc: no file of digests for device {session.device}.")
+                self._verifier.open(name, sum(len(rows) for rows in plan.buckets))
         began = time.monotonic()
         update.loader.start(f"{info.plan_digest}:{info.epoch}")
         update.open_s = time.monotonic() - began
@@ -268,6 +281,22 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
                 self._synchronize()
             session.control.consume(info.sync, bucket + 1)
         update.load_s = time.monotonic() - began - update.wait_s
+
+    def _verify(self, session: _Session, update: _Update) -> VerifyCounts | None:
+        """Compare what the live parameters hold with what the trainer meant to send, if it left digests."""
+        if update.verified_buckets is None:
+            return None
+        loader = update.loader
+        if not isinstance(loader, CopyPlanLoader):
+            raise TypeError(f"fsdp_ipc: a {type(loader).__name__} cannot tell where weights lie.")
+        basis, landed = loader.where()
+        who = f"worker {self.worker_index} ({session.device})"
+        try:
+            return self._verifier.check(update.sync, update.verified_buckets, basis, landed, who)
+        except BaseException:
+            # Whatever wrote the wrong bytes, the next sync shall not repeat it.
+            loader.drop("the weights were not those that the trainer sent")
+            raise
 
     def _make_loader(self) -> WeightLoader:
         return CopyPlanLoader(self.model, self.model_config)
@@ -342,6 +371,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             return
         self._abort_update()
         self._loader = None
+        self._verifier.close()
         session.close_buffers()
         session.control.close()
         session.claim.close()
@@ -374,8 +404,8 @@ def _view(row: TensorRow, buffers: list[OpenedBuffer]) -> torch.Tensor:
     return buffers[row.allocation].bytes[row.offset : row.offset + row.nbytes].view(row.dtype).view(row.shape)
 
 
-def _sync_report(update: _Update, counts: LoadCounts) -> dict[str, Any]:
-    return {
+def _sync_report(update: _Update, counts: LoadCounts, verified: VerifyCounts | None) -> dict[str, Any]:
+    report = {
         "kind": "sync",
         "sync": update.sync,
         "open_s": update.open_s,
@@ -386,3 +416,7 @@ def _sync_report(update: _Update, counts: LoadCounts) -> dict[str, Any]:
         "loader_params": counts.loader_params,
         "reasons": counts.reasons,
     }
+    if verified is not None:
+        report |= {"verified": verified.verified, "unverified": verified.unverified, "verify_s": verified.seconds}
+        report["verify_share"] = [verified.share, verified.num_shares]
+    return report

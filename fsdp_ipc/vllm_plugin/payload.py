@@ -180,7 +180,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateInfo:
-    """One sync. `plan` and `allocations` are None when the worker has them from an earlier sync."""
+    """One sync. `plan` and `allocations` are None when the worker has them from an earlier sync.
+
+    `digests` is None without verification; else the file of each device's trainer rank, or empty likewise.
+    """
 
     session: str
     sync: int
@@ -188,6 +191,7 @@ class UpdateInfo:
     plan_digest: str
     allocations: Mapping[str, tuple[IpcHandle, ...]] | None
     epoch: int
+    digests: Mapping[str, str] | None = None
 
     @classmethod
     def from_json(cls, obj: object) -> UpdateInfo:
@@ -197,7 +201,7 @@ class UpdateInfo:
             ValueError: Naming the field that is missing, unknown or out of range.
         """
         required = ("session", "sync", "plan", "plan_digest", "allocations", "epoch")
-        fields = _object(obj, "update_info", required=required)
+        fields = _object(obj, "update_info", required=required, optional=("digests",))
         allocations: dict[str, tuple[IpcHandle, ...]] | None = None
         if fields["allocations"] is not None:
             sections = fields["allocations"]
@@ -224,6 +228,7 @@ class UpdateInfo:
             plan_digest=digest,
             allocations=allocations,
             epoch=_integer(fields["epoch"], "update_info.epoch", 0, 1 << 53),
+            digests=_digest_files(fields.get("digests")),
         )
 
 
@@ -316,6 +321,20 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
             )
         )
     return tuple(rows)
+
+
+def _digest_files(obj: object) -> Mapping[str, str] | None:
+    if obj is None:
+        return None
+    if not isinstance(obj, dict) or len(obj) > MAX_ENDPOINTS:
+        raise ValueError(f"update_info.digests: expected an object of device keys, got {_shown(obj)}")
+    files: dict[str, str] = {}
+    for key, name in obj.items():
+        where = f"update_info.digests[{_shown(key)}]"
+        files[_text(key, "update_info.digests", MAX_NAME)] = _text(name, where, MAX_NAME)
+        if not _CONTROL_FILE.fullmatch(name) or name.startswith("."):
+            raise ValueError(f"{where}: expected a plain file name, got {_shown(name)}")
+    return files
 
 
 def _handle(obj: object, where: str) -> IpcHandle:
