@@ -11,6 +11,7 @@ import fnmatch
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -112,7 +113,7 @@ class DTensorSource:
         self._naming = naming if naming is not None else naming_for(module)
         self._plain_shards = dict(plain_shards or {})
         self._fsdp_modules: list[FSDPModule] = []
-        self._seen: list[_Seen] = []
+        self._seen: _Seen | None = None
         self._tensors: list[Held] = []
         self._inputs: list[_Input] = []
         self._items: tuple[StreamItem, ...] = ()
@@ -126,6 +127,9 @@ class DTensorSource:
     def tensors(self) -> list[Held]:
         """This rank's current sharded tensors, in the order of the inputs of `items()`."""
         self._refresh()
+        return self._current()
+
+    def _current(self) -> list[Held]:
         # A plain shard is wrapped anew each time: its storage may have been exchanged under the same parameter.
         return [held.now(self._held) for held in self._inputs] if self._plain_shards else self._tensors
 
@@ -161,7 +165,7 @@ class DTensorSource:
 
     def _has_changed(self) -> bool:
         # A parameter set anew or cast in place, an adapter put in, a module added or taken away.
-        return any(seen.differs() for seen in self._seen)
+        return self._seen is None or self._seen.differs()
 
     def _build(self) -> None:
         self._fsdp_modules = [m for m in self._module.modules() if isinstance(m, FSDPModule)]
@@ -196,7 +200,7 @@ class DTensorSource:
                 merge = recipe.merge_of(fqn)
                 read = (fqn,) if merge is None else (fqn, *merge.adapters)
                 inputs.append(_Input(fqn, merge, {name: tensors[name] for name in read}))
-        self._seen = list(_look(self._module))
+        self._seen = _Seen(self._module)
         self._tensors = [held.now(self._held) for held in inputs]
         self._inputs = inputs
         self._items = tuple(items)
@@ -226,6 +230,13 @@ class DTensorSource:
         return dtypes.pop()
 
 
+def read(source: WeightSource) -> tuple[tuple[StreamItem, ...], Sequence[Held]]:
+    """Items and tensors of one moment; looks only once at a module, which takes a while with thousands of parameters."""
+    if isinstance(source, DTensorSource):
+        return source.items(), source._current()
+    return source.items(), source.tensors()
+
+
 @dataclass(frozen=True)
 class _Input:
     """One input of the stream: a tensor, or a weight whose adapters are merged when it is read."""
@@ -253,39 +264,40 @@ def _walk(module: nn.Module) -> Iterator[_Slot]:
 
 
 class _Seen:
-    """One dict that says what the module is made of, and what was in it: looked at before every sync, so cheaply."""
+    """What a module was made of when it was read: looked at before every sync, so with no loop of Python's."""
 
-    __slots__ = ("_left_out", "_registry", "_tensors", "_values")
-
-    def __init__(self, registry: dict[str, Any], left_out: Collection[str]) -> None:
-        self._registry, self._left_out = registry, left_out
-        self._values = self._now()
-        self._tensors = [(t, t.dtype, t.shape) for t in self._values if isinstance(t, torch.Tensor)]
+    def __init__(self, module: nn.Module) -> None:
+        whole: list[dict[str, Any]] = []
+        self._partial: list[tuple[dict[str, Any], Collection[str]]] = []
+        for child in module.modules():
+            whole += (child._modules, child._parameters)
+            # Non-persistent buffers are not sent, and come and go (a cache).
+            if child._non_persistent_buffers_set:
+                self._partial.append((child._buffers, child._non_persistent_buffers_set))
+            else:
+                whole.append(child._buffers)
+        self._whole = [registry for registry in whole if registry]
+        self._empty = [registry for registry in whole if not registry]
+        self._objects = self._now()
+        self._tensors = [each for each in self._objects if isinstance(each, torch.Tensor)]
+        self._kinds = list(map(_KIND, self._tensors))
 
     def differs(self) -> bool:
-        """Whether it holds other objects now, or the same ones with another dtype or shape."""
+        """Whether the module holds other objects now, or the same ones with another dtype or shape."""
+        now = self._now()
         # `!=` on tensors would compare their elements.
-        values = self._now()
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+        if len(now) != len(self._objects) or not all(map(operator.is_, now, self._objects)):
             return True
-        return any(t.dtype is not dtype or t.shape != shape for t, dtype, shape in self._tensors)
+        return any(self._empty) or list(map(_KIND, self._tensors)) != self._kinds
 
     def _now(self) -> list[Any]:
-        if not self._left_out:
-            return list(self._registry.values())
-        return [value for key, value in self._registry.items() if key not in self._left_out]
+        found = list(chain.from_iterable(map(dict.values, self._whole)))
+        for registry, left_out in self._partial:
+            found += [value for key, value in registry.items() if key not in left_out]
+        return found
 
 
-def _look(module: nn.Module) -> Iterator[_Seen]:
-    for child in module.modules():
-        # Non-persistent buffers are not sent, and come and go (a cache).
-        for registry, left_out in (
-            (child._modules, ()),
-            (child._parameters, ()),
-            (child._buffers, child._non_persistent_buffers_set),
-        ):
-            if registry:
-                yield _Seen(registry, left_out)
+_KIND = operator.attrgetter("dtype", "shape")
 
 
 def _check_type(name: str, tensor: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from fsdp_ipc.layout import local_of
 from fsdp_ipc.metadata import StreamItem
 from fsdp_ipc.plan import PlanLimits, TransferPlan, build_plan
 from fsdp_ipc.replicas import check_replicas
-from fsdp_ipc.source import WeightSource
+from fsdp_ipc.source import WeightSource, read
 from fsdp_ipc.staging import StagingBuffer
 from fsdp_ipc.union import place_tensors, unite
 
@@ -111,7 +111,7 @@ class Stage:
         changed = moved = False
         items, tensors = self._own_items, self._tensors
         try:
-            items, tensors = self._source.items(), self._source.tensors()
+            items, tensors = read(self._source)
             changed = items is not self._own_items or wanted != self._wanted or self._plan is None
             if not changed:
                 self._tensors = place_tensors(self._items, self._own_items, tensors)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import requests
 import torch
 import torch.distributed as dist
+import urllib3
 from torch import nn
 
 from fsdp_ipc import DTensorSource, WeightSender
@@ -45,19 +46,18 @@ class Unavailable(Exception):  # noqa: N818 - an outcome, not a failure
 def counted_requests() -> Iterator[Counter[str]]:
     """Count the HTTP requests of this process by route while the block runs."""
     found: Counter[str] = Counter()
-    original = requests.Session.send
+    pool: Any = urllib3.HTTPConnectionPool
+    original = pool.urlopen
 
-    def send(
-        session: requests.Session, request: requests.PreparedRequest, **kwargs: Any
-    ) -> requests.Response:
-        found[urlsplit(str(request.url)).path] += 1
-        return original(session, request, **kwargs)
+    def urlopen(self: Any, method: str, url: str, *args: Any, **kwargs: Any) -> Any:
+        found[urlsplit(url).path] += 1
+        return original(self, method, url, *args, **kwargs)
 
-    requests.Session.send = send  # type: ignore[method-assign, assignment]
+    pool.urlopen = urlopen
     try:
         yield found
     finally:
-        requests.Session.send = original  # type: ignore[method-assign]
+        pool.urlopen = original
 
 
 class Variant(Protocol):

@@ -111,7 +111,7 @@ def test_a_reset_connection_and_an_absent_server_are_errors_and_nothing_is_sent_
         server.reset("/start_weight_update")
         client = make_client(server)
         client.init_weight_transfer_engine({})
-        with pytest.raises(ServerRequestError, match="ConnectionError"):
+        with pytest.raises(ServerRequestError, match="ProtocolError"):
             client.start_weight_update()
         assert server.routes.count("/start_weight_update") == 1
     with pytest.raises(ServerRequestError, match="is the server up"):

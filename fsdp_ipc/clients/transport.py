@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import requests
+import urllib3
 
 from fsdp_ipc.clients.base import ServerRequestError, error_text, hint_for
 
@@ -20,7 +23,7 @@ _KEEP_ALIVE_S = 1.0
 """vLLM's server keeps an idle connection for 5 s."""
 
 _GRACE_S = 0.2
-"""Left to requests' own time-outs, whose errors say more."""
+"""Left to the connection's own time-outs, whose errors say more."""
 
 
 class HTTPTransport:
@@ -58,7 +61,7 @@ class HTTPTransport:
         self.request_timeout_s = request_timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._headers = dict(headers or {})
-        self._sessions = {url: _Connection(url) for url in self.urls}
+        self._connections = {url: _Connection(url) for url in self.urls}
 
     def post(
         self, route: str, body: dict[str, Any] | None = None, params: Mapping[str, Any] | None = None
@@ -162,9 +165,21 @@ class HTTPTransport:
             ServerRequestError: No answer came.
         """
         label = f"{method} {route}"
+        headers = dict(self._headers)
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        target = f"{url}{route}?{urlencode(params)}" if params else url + route
+        timeout = urllib3.Timeout(
+            connect=min(self.connect_timeout_s, self.request_timeout_s), read=self.request_timeout_s
+        )
         try:
-            return self._exchange(url, method, route, data, params)
-        except (requests.Timeout, TimeoutError) as error:
+            return self._connections[url].exchange(
+                method, target, data, headers, timeout, self.request_timeout_s + _GRACE_S
+            )
+        except (urllib3.exceptions.TimeoutError, TimeoutError) as error:
+            # urllib3 calls a refused connection a time-out, too.
+            if isinstance(error, urllib3.exceptions.NewConnectionError):
+                raise _unanswered(url, label, error) from error
             raise ServerRequestError(
                 url,
                 label,
@@ -172,76 +187,104 @@ class HTTPTransport:
                 body=f"timed out after {self.request_timeout_s:g} s ({type(error).__name__})",
                 hint="raise request_timeout_s if the server is only slow; see the server's log otherwise",
             ) from error
-        except requests.RequestException as error:
-            raise ServerRequestError(
-                url,
-                label,
-                status=None,
-                body=f"{type(error).__name__}: {error}",
-                hint="is the server up, and is this its address?",
-            ) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise _unanswered(url, label, error) from error
 
-    def _exchange(
-        self, url: str, method: str, route: str, data: bytes | None, params: Mapping[str, Any] | None
-    ) -> tuple[int, str]:
-        """Status and body of one request, in a thread: a time-out of requests starts anew with every byte."""
-        outcome: list[tuple[int, str] | Exception] = []
 
-        def run() -> None:
-            try:
-                response = (
-                    self._sessions[url]
-                    .fresh()
-                    .request(
-                        method,
-                        url + route,
-                        data=data,
-                        params=params,
-                        headers=headers,
-                        timeout=(min(self.connect_timeout_s, self.request_timeout_s), self.request_timeout_s),
-                        allow_redirects=False,
-                    )
-                )
-                outcome.append((response.status_code, response.content.decode("utf-8", errors="replace")))
-                self._sessions[url].used(well=response.ok)
-            except Exception as error:  # noqa: BLE001 - raised again below, in the thread of the caller
-                outcome.append(error)
+def _unanswered(url: str, label: str, error: Exception) -> ServerRequestError:
+    body = f"{type(error).__name__}: {error}"
+    return ServerRequestError(
+        url, label, status=None, body=body, hint="is the server up, and is this its address?"
+    )
 
-        headers = dict(self._headers)
-        if data is not None:
-            headers["Content-Type"] = "application/json"
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(self.request_timeout_s + _GRACE_S)
-        if not outcome:
-            raise TimeoutError("the answer did not end in time")
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]
+
+_Answer = tuple[int, str]
 
 
 class _Connection:
     """The connection to one server, kept for the requests of one sync, which follow each other in milliseconds.
 
     A connection that was idle for longer may be closed by the server just as the next request goes out, and a request
-    that was lost in this way must not be sent again; so an idle one is left.
+    that was lost in this way must not be sent again; so an idle one is left. Requests run in a thread of their own: a
+    socket's time-out starts anew with every byte, and a thread that got no end of an answer can be left behind.
     """
 
     def __init__(self, url: str) -> None:
-        self._session = requests.Session()
-        # A proxy from the environment cannot reach this host's own loopback.
-        self._session.trust_env = not _is_loopback(url)
+        self._url = url
+        self._pool: urllib3.PoolManager | None = None
         self._last_used = 0.0
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Any] | None = None
 
-    def fresh(self) -> requests.Session:
-        """The session, with a new connection unless the last request ended just now."""
-        if time.monotonic() - self._last_used > _KEEP_ALIVE_S:
-            self._session.close()
-        return self._session
+    def exchange(
+        self,
+        method: str,
+        target: str,
+        data: bytes | None,
+        headers: Mapping[str, str],
+        timeout: urllib3.Timeout,
+        total_s: float,
+    ) -> _Answer:
+        """Status and body of one request. One at a time.
 
-    def used(self, *, well: bool) -> None:
-        """A request was answered; after an error vLLM's server closes the connection without saying so."""
-        self._last_used = time.monotonic() if well else 0.0
+        Raises:
+            TimeoutError: The answer did not end within `total_s` seconds.
+        """
+        with self._lock:
+            if self._jobs is None:
+                self._jobs = queue.SimpleQueue()
+                threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="fsdp_ipc-http").start()
+                weakref.finalize(self, self._jobs.put, None)
+            answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            self._jobs.put((lambda: self._send(method, target, data, headers, timeout), answer))
+            try:
+                found = answer.get(timeout=total_s)
+            except queue.Empty:
+                # Its thread ends when the server does; the next request gets another connection and thread.
+                self._jobs, self._pool = None, None
+                raise TimeoutError("the answer did not end in time") from None
+            if isinstance(found, BaseException):
+                raise found
+            status, text = found
+            # After an error vLLM's server closes the connection without saying so.
+            self._last_used = time.monotonic() if 200 <= status < 300 else 0.0
+            return status, text
+
+    def _send(
+        self,
+        method: str,
+        target: str,
+        data: bytes | None,
+        headers: Mapping[str, str],
+        timeout: urllib3.Timeout,
+    ) -> _Answer:
+        if self._pool is None:
+            self._pool = _pool_for(self._url)
+        elif time.monotonic() - self._last_used > _KEEP_ALIVE_S:
+            self._pool.clear()
+        response = self._pool.request(
+            method, target, body=data, headers=dict(headers), timeout=timeout, retries=False, redirect=False
+        )
+        return response.status, response.data.decode("utf-8", errors="replace")
+
+
+def _serve(jobs: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        call, answer = job
+        try:
+            answer.put(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread of the caller
+            answer.put(error)
+        del job, call, answer
+
+
+def _pool_for(url: str) -> urllib3.PoolManager:
+    parts = urlsplit(url)
+    proxy = getproxies().get(parts.scheme)
+    # A proxy from the environment cannot reach this host's own loopback.
+    if proxy and not _is_loopback(url) and not proxy_bypass(parts.hostname or ""):
+        return urllib3.ProxyManager(proxy, num_pools=1, maxsize=1)
+    return urllib3.PoolManager(num_pools=1, maxsize=1)
 
 
 def _is_loopback(url: str) -> bool:

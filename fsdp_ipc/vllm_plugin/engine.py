@@ -177,7 +177,11 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             raise ValueError(
                 "fsdp_ipc: no session. Call init_weight_transfer_engine before start_weight_update."
             )
-        self._abort_update()
+        self._update = None
+        if self._loader is None:
+            self._loader = self._make_loader()
+        # What somebody else's failed reload left half-open is found by the loader's own start.
+        self._loader.abort()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one sync. Returns after the last bucket has been read."""

@@ -2,8 +2,9 @@
 
 The order of one sync:
 
-1) (all ranks) bring plan and memory up to date (`stage`); exchange handles if any changed;
-2) (sender) posts start and update from a thread; the workers wait at their control blocks;
+1) (all ranks) bring plan and memory up to date (`stage`); exchange handles if any changed; from the second sync on
+   (sender) posts start meanwhile;
+2) (sender) posts start, if it has not, and update from a thread; the workers wait at their control blocks;
 3) (all ranks) for each bucket: wait for its slot, load, vote, gather, announce it to the worker;
 4) (sender) the update request returns when every worker has loaded everything; vote;
 5) (sender) finish, which publishes the version; vote. Only now may anything be overwritten or freed.
@@ -151,14 +152,20 @@ class NativeDelivery:
         group, stage = self._group, self._stage
         with timer.stage("prepare"):
             self.connect()
-            changed = stage.refresh(self._wanted(), agree=(f"version {version!r}", f"sync {sync}"))
-            if changed:
-                gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
-                keys = group.gather_objects(self._key, "handles")
-                self._handles = dict(zip(keys, gathered, strict=True))
-            if self._verifier is not None:
-                self._verifier.prepare(stage, sync)
-        started, updated = self._post(sync, changed)
+            # Where the last sync went well, the server opens this one while the ranks look over their weights.
+            started = self._start() if self._known_plan else None
+            try:
+                changed = stage.refresh(self._wanted(), agree=(f"version {version!r}", f"sync {sync}"))
+                if changed:
+                    gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
+                    keys = group.gather_objects(self._key, "handles")
+                    self._handles = dict(zip(keys, gathered, strict=True))
+                if self._verifier is not None:
+                    self._verifier.prepare(stage, sync)
+            except BaseException:
+                outcome(started, self._timeouts.request_s)  # `recover` closes it again
+                raise
+        started, updated = self._post(sync, changed, started)
         try:
             self._produce(sync, timer, started, updated)
             failed, same = self._verifier.publish(sync) if self._verifier is not None else (None, [])
@@ -212,7 +219,29 @@ class NativeDelivery:
             return None
         return HeldExperts([e or {} for e in self._experts])
 
-    def _post(self, sync: int, changed: bool) -> tuple[Future[None] | None, Future[None] | None]:
+    def _start(self) -> Future[None] | None:
+        """Sender: open the update on the server, in the thread of the requests."""
+        client = self._client
+        if self._threads is None or client is None:
+            return None
+
+        def start() -> None:
+            refuse_asleep(client)
+            try:
+                client.start_weight_update()
+            except Exception as error:
+                # A trainer that was killed in the middle of an update has left it open, and a handshake does not close it.
+                if self._known_plan or "already active" not in str(error):
+                    raise
+                self._close_update(client, "left open by an earlier trainer")
+                client.start_weight_update()
+            self._in_update = True
+
+        return self._threads.submit(start)
+
+    def _post(
+        self, sync: int, changed: bool, begun: Future[None] | None
+    ) -> tuple[Future[None] | None, Future[None] | None]:
         client, plan, stage = self._client, self._stage.plan, self._stage
         if self._threads is None or client is None:
             return None, None
@@ -227,20 +256,8 @@ class NativeDelivery:
         }
         if self._verifier is not None:
             payload |= self._verifier.fields(changed or new_plan)
-
-        def start() -> None:
-            refuse_asleep(client)
-            try:
-                client.start_weight_update()
-            except Exception as error:
-                # A trainer that was killed in the middle of an update has left it open, and a handshake does not close it.
-                if self._known_plan or "already active" not in str(error):
-                    raise
-                self._close_update(client, "left open by an earlier trainer")
-                client.start_weight_update()
-            self._in_update = True
-
-        started = self._threads.submit(start)
+        started = begun or self._start()
+        assert started is not None
 
         def update() -> None:
             if started.exception() is None:
