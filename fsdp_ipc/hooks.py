@@ -1,7 +1,8 @@
 """A push after every Nth optimizer step, in loops that people already have.
 
 Each hook calls `WeightSender.send`, which is collective: it must be in place on every trainer rank, and every rank must
-take the same steps. Where one rank steps alone, `send` raises on it after the control time-out and names the others.
+take the same steps. Where one rank steps alone, `send` raises on it after the control time-out (`Timeouts.control_s`)
+and names the others; where ranks are a step apart, it raises on all of them at once and names the versions.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ class WeightSyncHook:
     """Pushes the weights after every `every` steps of an optimizer; a context manager that ends with `remove`.
 
     All ranks. It hangs on `Optimizer.register_step_post_hook`, so it fires for steps that were taken: not for
-    accumulated micro-batches, and not for a step that a gradient scaler left out. With several optimizers it waits until
-    each has taken its steps. The version is the number of steps.
+    accumulated micro-batches, and not for a step that a gradient scaler left out. With several optimizers it fires when
+    the last of them has stepped, and not before each of them has once; where a scaler leaves out the last one only, the
+    next iteration pushes what the others did. The version is the number of steps (of the last optimizer).
 
     Args:
-        optimizers: The optimizer, or all of those that change the weights. A wrapper with the real one as its
-            `optimizer` (accelerate's) is looked through.
+        optimizers: The optimizer, or all of those that change the weights, in the order in which they step. A wrapper
+            with the real one as its `optimizer` (accelerate's) is looked through.
         sender: The sender; it stays the caller's to close.
         every: Steps between two pushes.
         on_sync: Called with the stats of every push, on every rank.
@@ -62,13 +64,13 @@ class WeightSyncHook:
         real = [_unwrapped(optimizer) for optimizer in given]
         self._sender, self._every, self._on_sync = sender, every, on_sync
         self._steps = {id(optimizer): 0 for optimizer in real}
-        self._pushed = 0
+        self._last = id(real[-1])
         self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in real]
 
     @property
     def steps(self) -> int:
-        """Steps that every optimizer has taken since the hook is in place."""
-        return min(self._steps.values())
+        """Steps that the last optimizer has taken since the hook is in place."""
+        return self._steps[self._last]
 
     def remove(self) -> None:
         """Stop pushing. Idempotent; the sender stays open."""
@@ -85,8 +87,8 @@ class WeightSyncHook:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         self._steps[id(optimizer)] += 1
-        if self.steps // self._every > self._pushed:
-            self._pushed = self.steps // self._every
+        # Counting the steps of all would push in the middle of an iteration, once a scaler has left one of them out.
+        if id(optimizer) == self._last and self.steps % self._every == 0 and all(self._steps.values()):
             stats = self._sender.send(self.steps)
             if self._on_sync is not None:
                 self._on_sync(stats)
@@ -100,7 +102,7 @@ def trainer_callback(make_sender: Callable[[nn.Module], Sender], *, every: int =
 
     Args:
         make_sender: From the trainer's model to a sender, for example
-            `lambda model: WeightSender(DTensorSource(model), HTTPWeightSyncClient(url))`. Called on every rank.
+            `lambda model: sender_for(model, HTTPWeightSyncClient(url))`. Called on every rank.
         every: Steps between two pushes.
 
     Raises:
@@ -115,6 +117,7 @@ def trainer_callback(make_sender: Callable[[nn.Module], Sender], *, every: int =
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
             del args, state, control
+            self._close()  # a training that broke off had no end
             self.sender = make_sender(model)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -124,6 +127,9 @@ def trainer_callback(make_sender: Callable[[nn.Module], Sender], *, every: int =
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             del args, state, control
+            self._close()
+
+        def _close(self) -> None:
             if self.sender is not None:
                 self.sender.close()
                 self.sender = None

@@ -383,7 +383,8 @@ def test_wandb_gets_each_sync_beside_the_loops_own_values(tmp_path: Path) -> Non
 def _mlflow(rank: int, world: int, url: str, folder: str) -> dict[str, Any]:
     import mlflow
 
-    mlflow.set_tracking_uri(f"file:{folder}")
+    mlflow.set_tracking_uri(f"file:{folder}/runs")
+    mlflow.set_experiment("syncs")
     with mlflow.start_run() as run:
         raised = syncs(url, [MLflow()], [11, 12])
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "sync/seconds")
