@@ -28,6 +28,7 @@ from fsdp_ipc.wire.native import NativeDelivery
 from fsdp_ipc.wire.stock import DIALECTS, StockDialect, StockWire, dialect_for
 from fsdp_ipc.wire.stock_delivery import StockDelivery
 from fsdp_ipc.wire.stock_experts import PlacementStrategy
+from fsdp_ipc.wire.stock_verify import ReplicaCheck
 
 Backend = Literal["auto", "fsdp_ipc", "ipc"]
 
@@ -58,7 +59,8 @@ class WeightSender:
             `bucket_bytes` is refused.
         verify: Compare digests of what this trainer meant to send with what each worker holds after loading, before the
             version is published: `"full"` every tensor in every sync, `"sample"` an eighth of them in turn, so that all
-            are compared within eight syncs. What can't be compared is in `TransferStats.worker["unverified"]`.
+            are compared within eight syncs. What can't be compared is in `TransferStats.worker["unverified"]`. On the
+            stock wire both compare the replicas with each other (`wire.stock_verify`), and need two or more.
         on_failure: What becomes of the server after a failed `send`: `"raise"` leaves it as it is, `"pause"` leaves it
             paused, so that it can't serve weights of two versions, until a `send` has gone well.
         device: Device of the staging memory; None takes the device of the weights.
@@ -163,6 +165,10 @@ class WeightSender:
         self._delivery: Delivery
         if stock:
             wire = StockWire(dialect, packed)
+            replicas = None
+            if verify != "off":
+                with self._group.together("set-up"):
+                    replicas = ReplicaCheck(client, dialect) if self._group.is_sender else None
             self._delivery = StockDelivery(
                 self._stage,
                 client,
@@ -172,6 +178,7 @@ class WeightSender:
                 wire,
                 self._timeouts,
                 expert_placement=expert_placement if rank_local_experts else None,
+                replicas=replicas,
             )
         else:
             self._delivery = NativeDelivery(

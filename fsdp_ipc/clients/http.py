@@ -91,9 +91,17 @@ class HTTPWeightSyncClient(HTTPTransport):
         if weight_version is None or len(self.urls) > 1:
             self.post("/finish_weight_update")
             if weight_version is not None:
-                self.post("/update_weight_version", {"new_version": weight_version})
+                self.publish_version(weight_version)
         else:
             self.post("/finish_weight_update", {"weight_version": weight_version})
+
+    def publish_version(self, weight_version: str) -> None:
+        """Name the weights that every server holds; needs vLLM >= 0.27.
+
+        Raises:
+            ServerRequestError: A server refused or did not answer.
+        """
+        self.post("/update_weight_version", {"new_version": weight_version})
 
     # What else a training loop asks of a server.
 

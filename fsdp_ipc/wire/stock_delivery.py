@@ -31,6 +31,7 @@ from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
 from fsdp_ipc.wire.stock import RebuildArgs, StockWire, merge_handles
 from fsdp_ipc.wire.stock_experts import PlacementStrategy, stock_placement
+from fsdp_ipc.wire.stock_verify import ReplicaCheck
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class StockDelivery:
         timeouts: Timeouts,
         *,
         expert_placement: PlacementStrategy | None = None,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
+        self._replicas = replicas
         self._expert_placement = expert_placement
         self._placement: ExpertPlacement | None = None
         self._stage, self._client, self._group, self._key = stage, client, group, key
@@ -115,8 +118,7 @@ class StockDelivery:
             # Its vote is the barrier after which references may go: unpacked tensors are read until finish.
             with group.together("finish"):
                 if self._client is not None and group.is_sender:
-                    self._client.finish_weight_update(self._wire.weight_version(version))
-                    self._in_update = False
+                    self._finish(self._client, self._wire.weight_version(version))
             stage.release_unpacked()
             collect()
         return None
@@ -141,6 +143,15 @@ class StockDelivery:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         self._connected = False
+
+    def _finish(self, client: WeightSyncClient, version: str | None) -> None:
+        """Sender: close the update and publish the version; with verification only if all replicas agree."""
+        client.finish_weight_update(version if self._replicas is None else None)
+        self._in_update = False
+        if self._replicas is not None:
+            self._replicas.compare()
+            if version is not None:
+                self._replicas.publish(version)
 
     def _drain(self, requests: list[Future[None]]) -> None:
         """Sender: take back what has not been sent yet, and wait for what has."""
