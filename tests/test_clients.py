@@ -509,3 +509,20 @@ def test_an_engines_error_keeps_its_words_and_gets_a_hint() -> None:
 
     with pytest.raises(ServerRequestError, match="--weight-transfer-config"):
         InProcessWeightSyncClient(Broken()).start_weight_update()
+
+
+def test_a_url_with_a_path_behind_it_is_told_from_a_server_without_development_mode() -> None:
+    with FakeServer() as server:
+        client = HTTPWeightSyncClient(f"{server.url}/v1")
+        with pytest.raises(ServerRequestError) as caught:
+            client.server_info()
+        assert (
+            "this is not the server's base URL: every vLLM server has /version there; leave out '/v1'"
+            in str(caught.value)
+        )
+        assert "VLLM_SERVER_DEV_MODE" not in str(caught.value)
+    with (
+        FakeServer(dev_mode=False) as server,
+        pytest.raises(ServerRequestError, match="VLLM_SERVER_DEV_MODE=1"),
+    ):
+        HTTPWeightSyncClient(server.url).start_weight_update()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from fsdp_ipc.cuda_ipc import hint as cuda_hint
 
@@ -193,6 +194,15 @@ _NO_DEV_ROUTE = (
     "the weight-transfer, sleep and cache routes exist only if the server runs with VLLM_SERVER_DEV_MODE=1 "
     "(or this release of vLLM has no such route)"
 )
+
+
+def base_url_hint(url: str, route: str, status: int) -> str | None:
+    """What a missing route says that every vLLM server has: the URL is not the server's base URL."""
+    if status not in (404, 405) or route not in ("/version", "/health"):
+        return None
+    path = urlsplit(url).path
+    cure = f"leave out {path!r}" if path else "is something else listening there, or a proxy in front of it?"
+    return f"this is not the server's base URL: every vLLM server has {route} there; {cure}"
 
 
 def hint_for(status: int | None, text: str) -> str | None:

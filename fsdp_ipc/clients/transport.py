@@ -15,7 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 
-from fsdp_ipc.clients.base import ServerRequestError, error_text, hint_for
+from fsdp_ipc.clients.base import ServerRequestError, base_url_hint, error_text, hint_for
 
 _T = TypeVar("_T")
 
@@ -135,7 +135,11 @@ class HTTPTransport:
         status, text = self.fetch(url, method, route, data=data, params=params)
         if not 200 <= status < 300:
             raise ServerRequestError(
-                url, label, status=status, body=error_text(text), hint=hint_for(status, text)
+                url,
+                label,
+                status=status,
+                body=error_text(text),
+                hint=base_url_hint(url, route, status) or hint_for(status, text),
             )
         if not text.strip():
             return None
