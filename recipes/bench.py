@@ -27,8 +27,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes.bench_report import Log, chrome_trace, spread, table, timeline_png
-from recipes.config import CONF_DIR, ServerConfig, quiet_other_ranks, register_configs
+from recipes.config import CONF_DIR, ServerConfig
 from recipes.floors import copy_floor, foreach_floor, gather_floor, synchronize
+from recipes.launch import quiet_other_ranks, register_configs
 from recipes.probe import WorkerProbe
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.serve import Server

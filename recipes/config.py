@@ -1,39 +1,33 @@
-"""Schemas of the recipes' settings, their checks, and how Hydra behaves under torchrun.
+"""Schemas of the recipes' settings, one dataclass a group of `conf/`; Hydra refuses names and types that are not here.
 
-Every rank runs Hydra. All of them name the same run directory, and only rank 0 writes to it.
+`recipes.checks` refuses values that cannot work, `recipes.launch` says how Hydra behaves under torchrun.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from hydra.utils import to_absolute_path
-from omegaconf import DictConfig, OmegaConf
-
 # Absolute, so that it is found however the recipe was started (by name, by path, or imported).
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
-_QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Sizes of a Qwen3, or a checkpoint directory in their place.
+    """Sizes of a Qwen3 (or Qwen3-MoE), or a checkpoint directory in their place.
 
     Attributes:
         path: Directory of a Hugging Face checkpoint, relative to where the job was started; None: the sizes.
             Sizes are read only without a path.
+        vocab_size: Entries of the vocabulary, at least the 257 of the byte tokenizer.
+        num_experts: Experts a layer; 0: a dense model, and the next two are not read.
+        num_experts_per_tok: Experts that a token is sent to.
+        moe_intermediate_size: Inner width of an expert.
     """
 
     path: str | None = None
+    vocab_size: int = 257
     hidden_size: int = 0
     intermediate_size: int = 0
     num_hidden_layers: int = 0
@@ -42,6 +36,26 @@ class ModelConfig:
     head_dim: int = 0
     max_position_embeddings: int = 0
     tie_word_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+
+
+@dataclass(kw_only=True)
+class MeshConfig:
+    """How the ranks are laid out; -1 for one axis means: the ranks that the others leave.
+
+    Attributes:
+        dp_replicate: Copies of the sharded model (HSDP).
+        dp_shard: Ranks that FSDP2 shards a copy over.
+        tp: Ranks that a layer's matrices are cut over.
+        ep: Ranks that whole experts are dealt out to; they are among those of `dp_shard`, which it must divide.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    ep: int = 1
 
 
 @dataclass(kw_only=True)
@@ -50,19 +64,12 @@ class TrainConfig:
 
     Attributes:
         steps: Optimizer steps.
-        push_every: Steps between two pushes of the weights; the last step always pushes.
-        lr: Peak learning rate, after `warmup_steps` and before the cosine decay.
-        batch_size: Sequences a rank and step.
-        seq_len: Tokens a sequence.
+        batch_size: Sequences a rank and forward pass.
+        seq_len: Tokens a sequence; of GRPO, the rollouts decide.
         compute_dtype: Dtype of forward and backward; the parameters are fp32.
     """
 
     steps: int = 200
-    push_every: int = 25
-    lr: float = 3.0e-3
-    warmup_steps: int = 20
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
     batch_size: int = 1
     seq_len: int = 512
     compute_dtype: str = "float32"
@@ -70,22 +77,45 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
-    """What the model learns by heart.
+class OptimConfig:
+    """The optimizer.
 
     Attributes:
-        path: Text file, relative to where the job was started; None: the Zen of Python.
-        prompt: What the server is asked to continue; must be in the text to be of use.
+        name: adamw or sgd.
+        lr: Peak learning rate, after `warmup_steps`.
+        schedule: What follows the warm-up: cosine (down to a twentieth) or constant.
+        clip_norm: Largest norm of the gradient of all parameters together.
+    """
+
+    name: str = "adamw"
+    lr: float = 3.0e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    warmup_steps: int = 20
+    schedule: str = "cosine"
+    clip_norm: float = 1.0
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What the model learns from.
+
+    Attributes:
+        kind: text (learnt by heart), or a task with a reward: letters, sums, jsonl.
+        path: Of text, the file (None: the Zen of Python); of jsonl, one object a line with `prompt` and `answer`.
+            Relative to where the job was started.
+        prompt: Of text and letters, what the server is asked to continue.
         max_tokens: Tokens of a completion.
     """
 
+    kind: str = "text"
     path: str | None = None
     prompt: str = "The Zen of Python, by Tim Peters"
     max_tokens: int = 190
 
 
 @dataclass(kw_only=True)
-class SyncConfig:
+class TransferConfig:
     """How the weights travel.
 
     Attributes:
@@ -107,41 +137,152 @@ class SyncConfig:
 
 @dataclass(kw_only=True)
 class ServerConfig:
-    """The vLLM server that the job starts, or the one that it finds.
+    """The vLLM server that the job starts on each node, or those that it finds.
 
     Attributes:
-        url: Base URL of a running server; None: start one and stop it at the end.
+        url: Base URL of a running server, or a list of them; None: start one and stop it at the end.
         backend: Weight-transfer back end of the started server.
         devices: GPUs of the started server, as indices, UUIDs or nested lists; None: the trainer's.
+        replicas: Data-parallel size of the started server; None: the node's ranks over `tensor_parallel_size`.
+        tensor_parallel_size: Workers that one replica is cut over.
+        host: Address that the started server listens on.
+        allow_remote: Permit a `host` that other machines can reach. The routes of weight transfer ask for no
+            password: whoever reaches them can change the weights.
+        sleep_mode: Start it so that it can sleep while the trainer works (GPUs only).
+        max_num_seqs: Sequences that a replica works on at once.
         gpu_memory_utilization: Share of a GPU that the server takes; the trainer needs the rest.
+        enforce_eager: Leave out compiling and capturing graphs, which take longer than a short job.
         start_timeout_s: Seconds until a started server must be healthy.
         extra_args: Further arguments of the server's command line.
     """
 
-    url: str | None = None
+    url: Any = None
     backend: str = "fsdp_ipc"
     devices: Any = None
+    replicas: int | None = None
+    tensor_parallel_size: int = 1
+    host: str = "127.0.0.1"
+    allow_remote: bool = False
+    sleep_mode: bool = False
     dtype: str = "bfloat16"
     max_model_len: int = 1024
+    max_num_seqs: int = 16
     gpu_memory_utilization: float = 0.4
+    enforce_eager: bool = True
     start_timeout_s: float = 600.0
     extra_args: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
+class HookConfig:
+    """When the weights are pushed, and what happens to the server around it.
+
+    Attributes:
+        every: Optimizer steps between two pushes; the last step always pushes.
+        sleep_level: Of a server that can sleep, how deep it does while the trainer works: 1 keeps its weights on the
+            host, 2 drops them, 0 leaves it awake.
+        pause: Pause generation while weights are pushed.
+        reset_prefix_cache: Drop what the server remembers of the old weights.
+    """
+
+    every: int = 25
+    sleep_level: int = 1
+    pause: bool = True
+    reset_prefix_cache: bool = True
+
+
+@dataclass(kw_only=True)
+class LoggerConfig:
+    """What is left in the run directory.
+
+    Attributes:
+        metrics: metrics.jsonl, one object a step.
+        report: report.html, made of it at the end.
+        tensorboard: Event files of the same figures; needs the package `tensorboard`.
+    """
+
+    metrics: bool = True
+    report: bool = True
+    tensorboard: bool = False
+
+
+@dataclass(kw_only=True)
+class LauncherConfig:
+    """What the job expects of the one who starts its ranks.
+
+    Attributes:
+        ranks: Ranks on each node, checked at the start; None: as many as there are.
+        device: auto, cuda or cpu.
+        timeout_s: Time-out of the ranks' collectives, the start of a server not counted.
+    """
+
+    ranks: int | None = None
+    device: str = "auto"
+    timeout_s: float = 600.0
+
+
+@dataclass(kw_only=True)
 class JobConfig:
-    """Everything that `recipes.train` is told.
+    """Everything that `recipes.train` is told; the other recipes' settings are this and a little more.
 
     Attributes:
         complete: Whether to ask the server for completions; False measures the pushes alone.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    sync: SyncConfig = field(default_factory=SyncConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    inference: ServerConfig = field(default_factory=ServerConfig)
+    hook: HookConfig = field(default_factory=HookConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     complete: bool = True
+
+
+@dataclass(kw_only=True)
+class GrpoConfig:
+    """Group-relative policy optimization.
+
+    Attributes:
+        prompts: Prompts a step, over all ranks.
+        samples: Completions a prompt, whose rewards are compared with each other.
+        temperature: Of the sampling, at which log-probabilities are taken too.
+        epochs: Passes over the rollouts of a step, an optimizer step each.
+        clip_low: How far below 1 the ratio of the probabilities counts.
+        clip_high: How far above 1.
+        normalize: Divide a group's advantages by the standard deviation of its rewards.
+        max_staleness: Most steps that the weights behind a rollout may be old; more is an error.
+    """
+
+    prompts: int = 8
+    samples: int = 8
+    temperature: float = 1.0
+    epochs: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    normalize: bool = True
+    max_staleness: int = 8
+
+
+@dataclass(kw_only=True)
+class GrpoJobConfig(JobConfig):
+    """What `recipes.grpo` is told."""
+
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+
+
+@dataclass(kw_only=True)
+class PushJobConfig(JobConfig):
+    """What `recipes.push` is told.
+
+    Attributes:
+        prompts: What the server is asked to continue, before and after.
+    """
+
+    prompts: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -167,118 +308,10 @@ class RayJobConfig(JobConfig):
     ranks: int = 1
 
 
-def register_configs() -> None:
-    """Tell Hydra the schemas and the `launched` resolver; call before `@hydra.main` runs."""
-    store = ConfigStore.instance()
-    store.store(name="job_schema", node=JobConfig)
-    store.store(name="remote_schema", node=RemoteJobConfig)
-    store.store(name="ray_schema", node=RayJobConfig)
-    store.store(group="model", name="model_schema", node=ModelConfig)
-    if not OmegaConf.has_resolver("launched"):
-        OmegaConf.register_new_resolver("launched", lambda: launch_time(), use_cache=True)  # noqa: PLW0108 - without its parameter
-
-
-def load(cfg: DictConfig) -> JobConfig:
-    """Turn Hydra's configuration into plain objects and check it: the first line of a recipe.
-
-    Args:
-        cfg: What Hydra composed.
-
-    Returns:
-        The settings; no part of them is an OmegaConf object.
-
-    Raises:
-        ValueError: A value that cannot work, with what can.
-        RuntimeError: A sweep under torchrun.
-    """
-    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN and "RANK" in os.environ:
-        raise RuntimeError(
-            "--multirun under torchrun would run several jobs in one process group; start torchrun once for each "
-            "setting instead, for example from a shell loop"
-        )
-    job = OmegaConf.to_object(cfg)
-    assert isinstance(job, JobConfig)
-    check(job)
-    # Relative paths mean the place where the job was started, whether or not Hydra changed directory since.
-    if job.model.path is not None:
-        job.model.path = to_absolute_path(job.model.path)
-        if not (Path(job.model.path) / "config.json").is_file():
-            raise ValueError(
-                f"model.path={job.model.path!r} is not a checkpoint directory: no config.json in it"
-            )
-    if job.data.path is not None:
-        job.data.path = to_absolute_path(job.data.path)
-    return job
-
-
-def run_dir() -> Path:
-    """The job's directory, the same on every rank of a node; only rank 0 writes to it."""
-    return Path(HydraConfig.get().runtime.output_dir)
-
-
-def check(job: JobConfig) -> None:
-    """Refuse values that cannot work.
-
-    Raises:
-        ValueError: Names the setting, its value and what is allowed.
-    """
-    allowed: dict[str, tuple[object, Sequence[object]]] = {
-        "sync.backend": (job.sync.backend, ("auto", "fsdp_ipc", "ipc")),
-        "server.backend": (job.server.backend, ("fsdp_ipc", "ipc")),
-        "sync.wire_dtype": (job.sync.wire_dtype, (None, "bfloat16", "float16", "float32")),
-        "train.compute_dtype": (job.train.compute_dtype, ("bfloat16", "float32")),
-    }
-    for name, (value, choices) in allowed.items():
-        if value not in choices:
-            raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, choices))}")
-    positive = {
-        "train.steps": job.train.steps,
-        "train.push_every": job.train.push_every,
-        "train.batch_size": job.train.batch_size,
-        "train.seq_len": job.train.seq_len,
-        "train.lr": job.train.lr,
-        "sync.bucket_mb": job.sync.bucket_mb,
-        "sync.num_slots": job.sync.num_slots,
-        "data.max_tokens": job.data.max_tokens,
-        "server.start_timeout_s": job.server.start_timeout_s,
-    }
-    for name, number in positive.items():
-        if number is not None and not number > 0:
-            raise ValueError(f"{name}={number!r}: must be greater than 0")
-    if not 0 < job.server.gpu_memory_utilization < 1:
-        value = job.server.gpu_memory_utilization
-        raise ValueError(f"server.gpu_memory_utilization={value!r}: must lie between 0 and 1")
-    if job.model.path is not None:
-        return
-    for name, size in vars(job.model).items():
-        if isinstance(size, int) and not isinstance(size, bool) and size <= 0:
-            raise ValueError(
-                f"model.{name}={size}: choose sizes (model=tiny) or give a checkpoint (model.path=…)"
-            )
-    if job.model.num_attention_heads % job.model.num_key_value_heads:
-        raise ValueError(
-            f"model.num_attention_heads={job.model.num_attention_heads} must be a multiple of "
-            f"model.num_key_value_heads={job.model.num_key_value_heads}"
-        )
-
-
-def quiet_other_ranks(argv: list[str] | None = None, environ: Mapping[str, str] = os.environ) -> None:
-    """Make Hydra write no files and configure no logging on ranks other than 0, by overrides on `sys.argv`."""
-    argv = sys.argv if argv is None else argv
-    if environ.get("RANK", "0") != "0":
-        argv += _QUIET
-
-
-def launch_time(environ: Mapping[str, str] = os.environ) -> str:
-    """Tell when the job was started, as a name for its directory: the same text on every rank of a node.
-
-    Ranks reach this line seconds apart, so under torchrun it is the start of torchrun itself.
-    """
-    now = datetime.datetime.now().astimezone()
-    if "TORCHELASTIC_RUN_ID" in environ:
-        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        ticks_after_boot = int(fields[19])
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        started = int(boot.split()[1]) + ticks_after_boot / os.sysconf("SC_CLK_TCK")
-        now = datetime.datetime.fromtimestamp(started, tz=now.tzinfo)
-    return now.strftime("%Y-%m-%d_%H-%M-%S")
+SCHEMAS: dict[str, type[JobConfig]] = {
+    "job_schema": JobConfig,
+    "grpo_schema": GrpoJobConfig,
+    "push_schema": PushJobConfig,
+    "remote_schema": RemoteJobConfig,
+    "ray_schema": RayJobConfig,
+}

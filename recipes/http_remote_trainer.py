@@ -13,56 +13,62 @@ import hydra
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_ipc import HTTPWeightSyncClient
-from recipes.config import CONF_DIR, RemoteJobConfig, load, quiet_other_ranks, register_configs, run_dir
+from recipes.checks import urls_of
+from recipes.config import CONF_DIR, RemoteJobConfig
+from recipes.inference import Inference
+from recipes.job import model_of, sender_of
+from recipes.launch import load, quiet_other_ranks, register_configs
+from recipes.mesh import layout_of
 from recipes.probe import WorkerProbe, prove
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.report import Push, Report
-from recipes.train import GROUP_TIMEOUT_S, Policy, model_of, sender_of, trainer_of
+from recipes.train import trainer_of
 
 
-def run(job: RemoteJobConfig, device: torch.device, out: Path) -> None:
+def run(job: RemoteJobConfig, device: torch.device) -> None:
     """Run the job on this rank. Collective over all ranks of torchrun.
 
     Args:
         job: The settings.
         device: This rank's device.
-        out: Not written to: there is no server of our own.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert job.model.path is not None and job.server.url is not None  # mandatory in the configuration
-    url, model_dir = job.server.url, Path(job.model.path)
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
-    policy = Policy(job, model_dir, out / "server.log", world_size, on_gpu=device.type == "cuda")
-    with Report(steps=job.train.steps, active=rank == 0, prompt=job.data.prompt) as report:
-        on_rank0(lambda: policy.wait(report.waiting))
-        report.before = on_rank0(policy.ask)
-        model = model_of(job, model_dir, mesh)
-        trainer = trainer_of(job, model, model_dir, device)
+    is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
+    assert job.model.path is not None  # mandatory in the configuration, as the URL is
+    model_dir, inference = Path(job.model.path), Inference(urls_of(job.inference))
+    layout = layout_of(job.mesh, device.type)
+
+    def ask() -> str:
+        return on_rank0(lambda: inference.complete(job.data.prompt, job.data.max_tokens))
+
+    with Report(steps=job.train.steps, active=is_first, prompt=job.data.prompt) as report:
+        inference.wait(report.waiting)
+        report.before = ask()
+        model = model_of(job, model_dir, layout)
+        trainer = trainer_of(job, model, model_dir, layout, device)
         proofs = []
-        with sender_of(job, model, HTTPWeightSyncClient(url)) as sender:
+        with sender_of(job, model, inference.client) as sender:
             for step in range(1, job.train.steps + 1):
                 report.step(step, loss := trainer.step())
-                if step % job.train.push_every and step != job.train.steps:
+                if step % job.hook.every and step != job.train.steps:
                     continue
                 stats = sender.send(version=step)
+                on_rank0(
+                    inference.client.reset_prefix_cache
+                )  # it may hold what the old weights made of the prompt
                 if job.prove:
-                    proofs.append(
-                        prove(model, [WorkerProbe(url, world_size)], device, dtype=job.server.dtype)
-                    )
-                report.pushed(Push.of(stats, loss=loss, text=on_rank0(policy.ask)))
+                    probes = [WorkerProbe(inference.url, world_size)]
+                    proofs.append(prove(model, probes, device, dtype=job.inference.dtype))
+                report.pushed(Push.of(stats, loss=loss, text=ask()))
         report.finish({"proofs": proofs, "vllm_imported": "vllm" in sys.modules})
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="http_remote_trainer")
 def _main(cfg: DictConfig) -> None:
-    job = load(cfg)
-    assert isinstance(job, RemoteJobConfig)
-    device = own_device()
-    with joined(device, GROUP_TIMEOUT_S):
-        run(job, device, run_dir())
+    job = load(cfg, RemoteJobConfig)
+    device = own_device(job.launcher.device)
+    with joined(device, job.launcher.timeout_s):
+        run(job, device)
 
 
 def main() -> None:

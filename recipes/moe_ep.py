@@ -20,13 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, WeightSender
 from recipes.bench import EXTENSION, ShapeConfig
-from recipes.config import CONF_DIR, ServerConfig, quiet_other_ranks, register_configs, run_dir
+from recipes.checks import check_server
+from recipes.config import CONF_DIR, ServerConfig
+from recipes.launch import quiet_other_ranks, refuse_sweep, register_configs, run_dir
 from recipes.probe import WorkerProbe, prove
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.report import Push, Report
 from recipes.serve import Server
 from recipes.shapes import build, fill, sent_naming, shape_of, write_server_dir
-from recipes.train import GROUP_TIMEOUT_S
 
 EXPERTS = "unfused"
 """The trainer holds a layer's experts in one tensor, the checkpoint has them one by one."""
@@ -45,7 +46,7 @@ class MoeConfig:
     pushes: int = 3
     bucket_mb: float = 64
     sleep_level: int = 1
-    server: ServerConfig = field(default_factory=ServerConfig)
+    inference: ServerConfig = field(default_factory=ServerConfig)
 
 
 def run(config: MoeConfig, device: torch.device, out: Path) -> None:
@@ -59,11 +60,13 @@ def run(config: MoeConfig, device: torch.device, out: Path) -> None:
 
         def start_server() -> tuple[str, bool]:
             args = ["--worker-extension-cls", EXTENSION, "--enable-expert-parallel"]
-            args += ["--enable-sleep-mode"] if on_gpu and config.sleep_level else []
-            config.server.extra_args = [*args, *config.server.extra_args]
+            config.inference.sleep_mode = config.sleep_level > 0
+            config.inference.extra_args = [*args, *config.inference.extra_args]
             folder, log = write_server_dir(shape, out / "model"), out / "server.log"
             server = stack.enter_context(
-                Server(folder, num_replicas=num_replicas, config=config.server, log_path=log, on_gpu=on_gpu)
+                Server(
+                    folder, num_replicas=num_replicas, config=config.inference, log_path=log, on_gpu=on_gpu
+                )
             )
             server.wait_healthy(report.waiting)
             return server.url, HTTPWeightSyncClient(server.url).server_info().sleep_mode is True
@@ -100,10 +103,12 @@ def run(config: MoeConfig, device: torch.device, out: Path) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="moe_ep")
 def _main(cfg: DictConfig) -> None:
+    refuse_sweep()
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, MoeConfig)
+    check_server(config.inference, "inference")
     device = own_device()
-    with joined(device, GROUP_TIMEOUT_S + config.server.start_timeout_s):
+    with joined(device, 600 + config.inference.start_timeout_s):
         run(config, device, run_dir())
 
 

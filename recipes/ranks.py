@@ -71,3 +71,39 @@ def on_rank0(function: Callable[[], _T]) -> _T:
         raise RuntimeError(f"on rank 0: {box[0]}")
     result: _T = box[1]
     return result
+
+
+def on_each_node(function: Callable[[], _T]) -> list[_T]:
+    """All ranks, collective: call `function` on the first rank of each node; their results, in order, on every rank.
+
+    Raises:
+        Exception: Its own error where it failed, a `RuntimeError` with the same text on the other ranks.
+    """
+    mine: tuple[str | None, Any] | None = None
+    error: Exception | None = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            mine = None, function()
+        except Exception as caught:  # noqa: BLE001 - raised again below, after the others know
+            error, mine = caught, (f"{type(caught).__name__}: {caught}", None)
+    told: list[tuple[str | None, Any] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    if error is not None:
+        raise error
+    for rank, entry in enumerate(told):
+        if entry is not None and entry[0] is not None:
+            raise RuntimeError(f"on rank {rank}: {entry[0]}")
+    return [entry[1] for entry in told if entry is not None]
+
+
+def check_ranks(wanted: int | None) -> None:
+    """Raise if torchrun has started another number of ranks on this node than the settings want.
+
+    Raises:
+        ValueError: With the option that would be right.
+    """
+    there = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if wanted is not None and there != wanted:
+        raise ValueError(
+            f"launcher.ranks={wanted}, but there are {there} on this node: start it with torchrun --nproc-per-node {wanted}"
+        )

@@ -15,33 +15,37 @@ import torch
 from omegaconf import DictConfig
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc.clients.ray import RayWeightSyncClient
 from recipes.bench import EXTENSION
-from recipes.config import CONF_DIR, RayJobConfig, load, register_configs, run_dir
+from recipes.config import CONF_DIR, RayJobConfig
+from recipes.job import model_dir_of, model_of, sender_of
+from recipes.launch import load, register_configs, run_dir
+from recipes.mesh import layout_of
 from recipes.probe import ActorProbe, prove
 from recipes.ranks import joined, own_device
 from recipes.report import Push, Report
 from recipes.serve import free_port, server_env, usable_cpus, with_root
-from recipes.train import GROUP_TIMEOUT_S, model_dir_of, model_of, sender_of, trainer_of
+from recipes.train import trainer_of
 
 
 def train(job: RayJobConfig, model_dir: Path, engines: list[Any]) -> tuple[list[Push], list[str]]:
     """One trainer rank, as a Ray task. Collective over all of them."""
     device = own_device()
-    with joined(device, GROUP_TIMEOUT_S):
-        mesh = init_device_mesh(device.type, (job.ranks,), mesh_dim_names=("dp_shard",))
-        model = model_of(job, model_dir, mesh)
-        trainer = trainer_of(job, model, model_dir, device)
+    with joined(device, job.launcher.timeout_s):
+        layout = layout_of(job.mesh, device.type)
+        model = model_of(job, model_dir, layout)
+        trainer = trainer_of(job, model, model_dir, layout, device)
         pushes, proofs = [], []
         with sender_of(job, model, RayWeightSyncClient(engines)) as sender:
             for step in range(1, job.train.steps + 1):
                 loss = trainer.step()
-                if step % job.train.push_every and step != job.train.steps:
+                if step % job.hook.every and step != job.train.steps:
                     continue
                 pushes.append(Push.of(sender.send(version=step), loss=loss))
-                proofs.append(prove(model, [ActorProbe(e) for e in engines], device, dtype=job.server.dtype))
+                proofs.append(
+                    prove(model, [ActorProbe(e) for e in engines], device, dtype=job.inference.dtype)
+                )
         return pushes, proofs
 
 
@@ -49,14 +53,14 @@ def start_engine(job: RayJobConfig, model_dir: Path, place: dict[str, Any], env:
     """Start an actor of vLLM's own class: it has the methods that the client calls."""
     from vllm import LLM
 
-    share = {"gpu_memory_utilization": job.server.gpu_memory_utilization} if place["num_gpus"] else {}
+    share = {"gpu_memory_utilization": job.inference.gpu_memory_utilization} if place["num_gpus"] else {}
     return ray.remote(**place, runtime_env={"env_vars": env})(LLM).remote(
         model=str(model_dir),
         load_format="dummy",
-        dtype=job.server.dtype,
-        max_model_len=job.server.max_model_len,
+        dtype=job.inference.dtype,
+        max_model_len=job.inference.max_model_len,
         enforce_eager=True,  # compiling takes longer than the whole job
-        weight_transfer_config={"backend": job.server.backend},
+        weight_transfer_config={"backend": job.inference.backend},
         worker_extension_cls=EXTENSION,  # for the proof; a job of yours needs none
         **share,
     )
@@ -72,7 +76,9 @@ def run(job: RayJobConfig, out: Path) -> None:
         half = {"num_cpus": 1, "num_gpus": gpus / count / 2}
         places = [{**half, "scheduling_strategy": InGroup(group, index)} for index in range(count)]
         cpus = usable_cpus()
-        wanted = server_env(os.environ, num_replicas=count, config=job.server, on_gpu=on_gpu, num_cpus=cpus)
+        wanted = server_env(
+            os.environ, num_replicas=count, config=job.inference, on_gpu=on_gpu, num_cpus=cpus
+        )
         own = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         own["PYTHONPATH"] = with_root(os.environ.get("PYTHONPATH"))
         model_dir = model_dir_of(job, out)
@@ -95,9 +101,8 @@ def run(job: RayJobConfig, out: Path) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="ray_one_gpu")
 def _main(cfg: DictConfig) -> None:
-    job = load(cfg)
-    assert isinstance(job, RayJobConfig)
-    run(job, run_dir().resolve())
+    job = load(cfg, RayJobConfig)
+    run(job, run_dir())
 
 
 def main() -> None:

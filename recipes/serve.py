@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import requests
 
+from recipes.checks import check_server
 from recipes.config import ServerConfig
 
 _LOOPBACK = "127.0.0.1"
@@ -49,14 +50,18 @@ class Server:
         on_gpu: Whether to serve from GPUs.
 
     Attributes:
-        url: Base URL, on the loopback interface.
+        url: Base URL, on the loopback interface unless the settings permit another one.
+
+    Raises:
+        ValueError: Settings that cannot work, or an address that other machines can reach without permission.
     """
 
     def __init__(
         self, model_dir: Path, *, num_replicas: int, config: ServerConfig, log_path: Path, on_gpu: bool
     ) -> None:
-        port = free_port()
-        self.url = f"http://{_LOOPBACK}:{port}"
+        check_server(config, "inference")
+        port = free_port(config.host)
+        self.url = f"http://{_reachable(config.host)}:{port}"
         self.log_path = log_path
         self._start_timeout_s = config.start_timeout_s
         self._started = time.monotonic()
@@ -100,7 +105,7 @@ class Server:
                 pass
             if elapsed > self._start_timeout_s:
                 raise ServerFailed(
-                    f"the vLLM server was not healthy after {elapsed:.0f} s (server.start_timeout_s="
+                    f"the vLLM server was not healthy after {elapsed:.0f} s (inference.start_timeout_s="
                     f"{self._start_timeout_s:g}); {self._log_story()}"
                 )
             if progress is not None:
@@ -145,14 +150,17 @@ def server_argv(
     """
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", str(model_dir), "--served-model-name", "policy"]
-    argv += ["--host", _LOOPBACK, "--port", str(port)]
+    argv += ["--host", config.host, "--port", str(port)]
     argv += ["--load-format", "dummy", "--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
-    argv += ["--data-parallel-size", str(num_replicas), "--max-num-seqs", "16"]
+    argv += ["--data-parallel-size", str(num_replicas), "--max-num-seqs", str(config.max_num_seqs)]
     argv += ["--weight-transfer-config", json.dumps({"backend": config.backend}, separators=(",", ":"))]
-    # Compiling and capturing graphs takes longer than the whole demo.
-    argv += ["--enforce-eager"]
+    if config.tensor_parallel_size > 1:
+        argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    if config.enforce_eager:
+        argv += ["--enforce-eager"]
     if on_gpu:
         argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        argv += ["--enable-sleep-mode"] if config.sleep_mode else []
     return [*argv, *config.extra_args]
 
 
@@ -177,7 +185,8 @@ def server_env(
             kept = without_expandable_segments(env.pop(name))
             if kept:
                 env[name] = kept
-    # The routes of weight transfer exist in development mode only; the server listens on the loopback alone.
+    # The routes of weight transfer exist in development mode only; without permission the server listens on the
+    # loopback alone.
     env["VLLM_SERVER_DEV_MODE"] = "1"
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_HOST_IP"] = _LOOPBACK
@@ -270,11 +279,19 @@ def _resolve(device: str, seen: list[str] | None) -> str:
     return matches[0]
 
 
-def free_port() -> int:
-    """Find a port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
+def free_port(host: str = _LOOPBACK) -> int:
+    """Find a port of an interface, by its address, that is free now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _reachable(host: str) -> str:
+    """The address to put into a URL for what listens on `host`."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - permitted by the settings
+        return socket.gethostbyname(socket.gethostname())
+    return f"[{host}]" if ":" in host else host
 
 
 def usable_cpus() -> int:

@@ -22,22 +22,25 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from recipes.bench import BenchConfig
+from recipes.checks import check
 from recipes.config import (
     CONF_DIR,
+    GrpoJobConfig,
     JobConfig,
+    PushJobConfig,
     RayJobConfig,
     RemoteJobConfig,
-    check,
-    launch_time,
-    quiet_other_ranks,
-    register_configs,
 )
+from recipes.launch import launch_time, quiet_other_ranks, register_configs
 from recipes.moe_ep import MoeConfig
 
 ROOT = CONF_DIR.parent
 LAUNCHERS = ("torchrun", "python -m torch.distributed.run", "python -m recipes.")
 SCHEMAS = {
     "train": JobConfig,
+    "grpo": GrpoJobConfig,
+    "sft": JobConfig,
+    "push": PushJobConfig,
     "bench": BenchConfig,
     "http_one_gpu": JobConfig,
     "http_remote_trainer": RemoteJobConfig,
@@ -138,29 +141,29 @@ def test_the_makefile_launches_what_exists() -> None:
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://some-host:80/base"])
 def test_field_F6_a_url_needs_no_quotes(url: str) -> None:
     """https://github.com/hydra-ecosystem/hydra/issues/1577."""
-    assert _compose([f"server.url={url}"]).server.url == url
+    assert _compose([f"inference.url={url}"]).inference.url == url
 
 
 def test_field_F9_a_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """https://github.com/omry/omegaconf/issues/634: `oc.decode` of a URL with a question mark fails."""
     monkeypatch.setenv("VLLM_URL", "http://127.0.0.1:8000/?a=b,c")
-    assert _compose(["server.url=${oc.env:VLLM_URL}"]).server.url == "http://127.0.0.1:8000/?a=b,c"
+    assert _compose(["inference.url=${oc.env:VLLM_URL}"]).inference.url == "http://127.0.0.1:8000/?a=b,c"
 
 
 def test_field_F7_no_omegaconf_object_gets_past_the_first_line() -> None:
     """https://github.com/Lightning-AI/pytorch-lightning/issues/12201: DictConfig is no dict, ListConfig not JSON."""
     job = _compose(
         [
-            "sync.keep=[model.embed*,'*.norm.weight']",
-            "server.devices=[0,[1,2]]",
-            "server.extra_args=[--seed,3]",
+            "transfer.keep=[model.embed*,'*.norm.weight']",
+            "inference.devices=[0,[1,2]]",
+            "inference.extra_args=[--seed,3]",
         ]
     )
     values = asdict(job)
     assert json.loads(json.dumps(values)) == values
     _assert_plain(values)
-    assert job.sync.keep == ["model.embed*", "*.norm.weight"]
-    assert type(job.server.devices[1]) is list
+    assert job.transfer.keep == ["model.embed*", "*.norm.weight"]
+    assert type(job.inference.devices[1]) is list
 
 
 def _assert_plain(value: Any) -> None:
@@ -172,12 +175,12 @@ def _assert_plain(value: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sync.backend=nccl", "sync.backend='nccl': expected one of auto, fsdp_ipc, ipc"),
-        ("sync.wire_dtype=int8", "sync.wire_dtype"),
+        ("transfer.backend=nccl", "transfer.backend='nccl': expected one of auto, fsdp_ipc, ipc"),
+        ("transfer.wire_dtype=int8", "transfer.wire_dtype"),
         ("train.steps=0", "train.steps=0"),
-        ("train.push_every=-1", "train.push_every=-1"),
-        ("sync.bucket_mb=0", "sync.bucket_mb"),
-        ("server.gpu_memory_utilization=1.5", "between 0 and 1"),
+        ("hook.every=-1", "hook.every=-1"),
+        ("transfer.bucket_mb=0", "transfer.bucket_mb"),
+        ("inference.gpu_memory_utilization=1.5", "between 0 and 1"),
         ("model.num_key_value_heads=3", "multiple of"),
     ],
 )
@@ -209,12 +212,13 @@ from pathlib import Path
 import hydra
 from hydra.utils import to_absolute_path
 from recipes.bench import BenchConfig
-from recipes.config import CONF_DIR, load, quiet_other_ranks, register_configs, run_dir
+from recipes.config import CONF_DIR, JobConfig
+from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
 rank = os.environ.get("RANK", "0")
 time.sleep(1.3 * int(rank))
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(cfg):
-    job = load(cfg)
+    job = load(cfg, JobConfig)
     logging.getLogger("job").info("from rank %s", rank)
     Path(to_absolute_path(f"result-{rank}")).write_text(f"{run_dir()}\\n{job.data.path}\\n{os.getcwd()}")
 register_configs()
@@ -264,7 +268,7 @@ def test_field_F1_F3_one_run_directory_and_the_same_paths_for_late_ranks(tmp_pat
 
 def test_field_F5_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     """https://github.com/hydra-ecosystem/hydra/issues/951: the second job would share the first one's group."""
-    done = _torchrun(tmp_path, "-m", "sync.bucket_mb=32,64")
+    done = _torchrun(tmp_path, "-m", "transfer.bucket_mb=32,64")
     assert done.returncode != 0
     assert "start torchrun once for each" in done.stderr
     assert not list(tmp_path.glob("result-*"))
@@ -273,7 +277,7 @@ def test_field_F5_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
 def test_field_C1_the_number_of_the_refusal_is_a_setting_of_the_recipes() -> None:
     """https://github.com/Azure/azureml-assets/pull/5288 : an error that names a setting which does not exist."""
     needed = 16384  # as in `test_plan`: "Set bucket_bytes=16384 or more"
-    job = _compose([f"sync.bucket_mb={needed / 2**20}"])
-    assert job.sync.bucket_mb is not None
-    assert int(job.sync.bucket_mb * 2**20) == needed
-    assert _compose([]).sync.bucket_mb is None  # left out, it is sized to the largest tensor
+    job = _compose([f"transfer.bucket_mb={needed / 2**20}"])
+    assert job.transfer.bucket_mb is not None
+    assert int(job.transfer.bucket_mb * 2**20) == needed
+    assert _compose([]).transfer.bucket_mb is None  # left out, it is sized to the largest tensor

@@ -27,7 +27,7 @@ def test_the_server_recites_what_the_trainer_has_learned(tmp_path: Path) -> None
         "--nproc-per-node",
         str(num_ranks),
     ]
-    settings = ["train.steps=120", "train.push_every=60", "data.max_tokens=40", f"hydra.run.dir={tmp_path}"]
+    settings = ["train.steps=120", "hook.every=60", "data.max_tokens=40", f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(
         [*launch, "-m", "recipes.train", *settings],
         cwd=ROOT,

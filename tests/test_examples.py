@@ -42,7 +42,7 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-QUICK = ["train.steps=4", "train.push_every=2", "data.max_tokens=8"]
+QUICK = ["train.steps=4", "hook.every=2", "data.max_tokens=8"]
 
 
 def _two_proven_pushes(line: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def test_a_trainer_that_never_imports_vllm_pushes_into_a_server_that_runs(tmp_pa
             "recipes.http_remote_trainer",
             *QUICK,
             f"model.path={model_dir}",
-            f"server.url={server.url}",
+            f"inference.url={server.url}",
             "prove=true",
             f"hydra.run.dir={tmp_path}/run",
             ranks=ranks,

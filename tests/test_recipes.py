@@ -12,13 +12,13 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: install the extra 'recipes'")
 pytest.importorskip("rich", reason="needs rich: install the extra 'recipes'")
 
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_ipc import DTensorSource
 from recipes.bench import ShapeConfig
-from recipes.config import DataConfig, ModelConfig, TrainConfig
+from recipes.config import DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from recipes.mesh import layout_of
 from recipes.models import build_model, byte_tokenizer, write_model_dir
 from recipes.report import Push, Report, matching_prefix, printable
 from recipes.train import Trainer, continuation, read_text
@@ -43,29 +43,29 @@ def _sizes(*, tied: bool) -> ModelConfig:
 def _build(rank: int, world_size: int, folder: str, has_weights: bool) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    if rank > 0:  # field case C12: the whole model may exist on rank 0 alone
+    if rank > 0 or has_weights:  # field case C12: no rank may hold a whole checkpoint
 
         def refuse(*args: Any, **kwargs: Any) -> None:
-            raise AssertionError("a rank other than 0 reads the whole checkpoint")
+            raise AssertionError(f"rank {rank} reads the whole checkpoint")
 
         AutoModelForCausalLM.from_pretrained = refuse
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
-    model = build_model(Path(folder), mesh, has_weights=has_weights, seed=7, compute_dtype=torch.float32)
+    layout = layout_of(MeshConfig(), "cpu")
+    model = build_model(Path(folder), layout, has_weights=has_weights, seed=7, compute_dtype=torch.float32)
     assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
     shards: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     full = {name: shard.full_tensor().detach().clone() for name, shard in shards.items()}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     tokens = torch.arange(64) % 13
-    trainer = Trainer(model, tokens, TrainConfig(steps=4, seq_len=32, warmup_steps=0, lr=1e-2), rank)
+    trainer = Trainer(
+        model, tokens, TrainConfig(steps=4, seq_len=32), OptimConfig(warmup_steps=0, lr=1e-2), rank
+    )
     losses = [trainer.step() for _ in range(4)]
     assert losses[-1] < losses[0]
     return full | buffers
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_field_C12_ranks_get_their_shards_of_a_checkpoint_that_rank_0_alone_reads(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_field_C12_each_rank_reads_its_own_shards_of_a_checkpoint(tmp_path: Path, tied: bool) -> None:
     """https://github.com/huggingface/transformers/pull/45649: every rank holds the full model at load."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,9 +80,9 @@ def test_field_C12_ranks_get_their_shards_of_a_checkpoint_that_rank_0_alone_read
 
 
 def _tied(rank: int, world_size: int, folder: str) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
-    model: Any = build_model(Path(folder), mesh, has_weights=False, seed=7, compute_dtype=torch.float32)
-    trainer = Trainer(model, torch.arange(64) % 13, TrainConfig(steps=2, seq_len=32), rank)
+    layout = layout_of(MeshConfig(), "cpu")
+    model: Any = build_model(Path(folder), layout, has_weights=False, seed=7, compute_dtype=torch.float32)
+    trainer = Trainer(model, torch.arange(64) % 13, TrainConfig(steps=2, seq_len=32), OptimConfig(), rank)
     for _ in range(2):
         trainer.step()
         assert model.lm_head.weight is model.model.embed_tokens.weight

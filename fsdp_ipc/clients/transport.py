@@ -172,7 +172,7 @@ class HTTPTransport:
         headers = dict(self._headers)
         if data is not None:
             headers["Content-Type"] = "application/json"
-        target = f"{url}{route}?{urlencode(params)}" if params else url + route
+        target = f"{url}{route}?{urlencode(params, doseq=True)}" if params else url + route
         timeout = urllib3.Timeout(
             connect=min(self.connect_timeout_s, self.request_timeout_s), read=self.request_timeout_s
         )

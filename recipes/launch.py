@@ -1,0 +1,103 @@
+"""Hydra under torchrun: every rank runs it, all name the same run directory, and only rank 0 writes to it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import to_absolute_path
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.checks import check
+from recipes.config import SCHEMAS, JobConfig
+
+_QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+_Job = TypeVar("_Job", bound=JobConfig)
+
+
+def register_configs() -> None:
+    """Tell Hydra the schemas and the `launched` resolver; call before `@hydra.main` runs."""
+    store = ConfigStore.instance()
+    for name, schema in SCHEMAS.items():
+        store.store(name=name, node=schema)
+    if not OmegaConf.has_resolver("launched"):
+        OmegaConf.register_new_resolver("launched", lambda: launch_time(), use_cache=True)  # noqa: PLW0108 - without its parameter
+
+
+def load(cfg: DictConfig, kind: type[_Job]) -> _Job:
+    """Turn Hydra's configuration into plain objects and check it: the first line of a recipe.
+
+    Args:
+        cfg: What Hydra composed.
+        kind: The recipe's schema.
+
+    Returns:
+        The settings; no part of them is an OmegaConf object.
+
+    Raises:
+        ValueError: A value that cannot work, with what can.
+        RuntimeError: A sweep under torchrun.
+    """
+    refuse_sweep()
+    job = OmegaConf.to_object(cfg)
+    assert isinstance(job, kind)
+    check(job)
+    # Relative paths mean the place where the job was started, whether or not Hydra changed directory since.
+    if job.model.path is not None:
+        job.model.path = to_absolute_path(job.model.path)
+        if not (Path(job.model.path) / "config.json").is_file():
+            raise ValueError(
+                f"model.path={job.model.path!r} is not a checkpoint directory: no config.json in it"
+            )
+    if job.data.path is not None:
+        job.data.path = to_absolute_path(job.data.path)
+    return job
+
+
+def refuse_sweep() -> None:
+    """Raise for `--multirun` under torchrun, before any job of the sweep has done anything."""
+    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN and "RANK" in os.environ:
+        raise RuntimeError(
+            "--multirun under torchrun would run several jobs in one process group; start torchrun once for each "
+            "setting instead, for example from a shell loop"
+        )
+
+
+def run_dir() -> Path:
+    """The job's directory, the same on every rank of a node; only rank 0 writes to it."""
+    return Path(HydraConfig.get().runtime.output_dir).resolve()
+
+
+def quiet_other_ranks(argv: list[str] | None = None, environ: Mapping[str, str] = os.environ) -> None:
+    """Make Hydra write no files and configure no logging on ranks other than 0, by overrides on `sys.argv`."""
+    argv = sys.argv if argv is None else argv
+    if environ.get("RANK", "0") != "0":
+        argv += _QUIET
+
+
+def launch_time(environ: Mapping[str, str] = os.environ) -> str:
+    """Tell when the job was started, as a name for its directory: the same text on every rank.
+
+    Ranks reach this line seconds apart, so under torchrun it is the start of torchrun itself. Where there is one torchrun
+    a node, it is the rendezvous' id, which alone is the same in all of them.
+    """
+    now = datetime.datetime.now().astimezone()
+    if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        name = environ.get("TORCHELASTIC_RUN_ID", "none")
+        if name == "none":
+            name = f"{environ['MASTER_ADDR']}-{environ['MASTER_PORT']}"
+        return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        ticks_after_boot = int(fields[19])
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        started = int(boot.split()[1]) + ticks_after_boot / os.sysconf("SC_CLK_TCK")
+        now = datetime.datetime.fromtimestamp(started, tz=now.tzinfo)
+    return now.strftime("%Y-%m-%d_%H-%M-%S")
