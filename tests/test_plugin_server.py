@@ -7,14 +7,21 @@ weights away and checksums empty parameters.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import requests
 import torch
+import torch.distributed as dist
 
+from fsdp_ipc import HTTPWeightSyncClient, WeightSender, WeightSyncError
+from fsdp_ipc.digest_file import DigestFile
+from fsdp_ipc.streamed_source import PairsSource
+from fsdp_ipc.wire.native import TOKEN_ENV
 from tests.hand_trainer import HandTrainer, packed_layout, unpacked_layout
+from tests.runner import run_ranks
 from tests.served import PROMPT, Served, served
 from tests.tiny_models import qwen3_config, qwen3_weights, write_checkpoint
 from tests.vllm_server import Server, vllm_server
@@ -206,3 +213,37 @@ def test_an_update_left_open_is_closed_by_an_abort(
             )
         successor.send(packed_layout(_named(2), num_buckets=4), version="successor")
         _assert_serves(server, loaded[2])
+
+
+def _push_verified(rank: int, world: int, url: str) -> tuple[list[dict[str, Any]], str]:
+    os.environ[TOKEN_ENV] = TOKEN
+    source = PairsSource(_named(2))
+    client = HTTPWeightSyncClient(url)
+    with WeightSender(source, client, group=dist.group.WORLD, bucket_bytes=40_000, verify="full") as sender:
+        reports = [sender.send(version).worker or {} for version in ("verified 1", "verified 2")]
+        write = DigestFile.write
+
+        def wrong(self: DigestFile, sync: int, share: int, num: int, digests: torch.Tensor) -> None:
+            write(self, sync, share, num, digests + (rank == 1))
+
+        DigestFile.write = wrong  # type: ignore[method-assign]
+        with pytest.raises(WeightSyncError) as caught:
+            sender.send("never")
+        DigestFile.write = write  # type: ignore[method-assign]
+        sender.send("verified 3")
+    return reports, str(caught.value)
+
+
+def test_digests_that_differ_keep_a_version_back(server: Server, loaded: dict[int, Served]) -> None:
+    results = run_ranks(_push_verified, 2, server.url, timeout_s=240)
+    for reports, error in results:
+        for report in reports:
+            # vLLM's CPU kernels keep all other weights outside the parameters.
+            assert report["verified"] == 9
+            assert report["verified"] + sum(report["unverified"].values()) == len(_named(2))
+        assert "worker 1 (cpu:" in error
+        assert "does not hold what trainer rank 1 sent" in error
+        assert "9 of 9 digests differ" in error
+        assert "'model.norm.weight' (sent " in error or "more" in error
+    assert _version(server) == "verified 3"
+    _assert_serves(server, loaded[2])
