@@ -10,14 +10,27 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_ipc import TransferStats
+from fsdp_ipc import SyncCallback, TransferStats
+from fsdp_ipc.callbacks import MetricsFile, SyncProgress
+from recipes.report_data import SYNCS
+from recipes.report_html import write_report
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ class Report:
         before: The server's completion before the first push; None if it was not asked.
         expected: What a model that knows the text says.
         pushes: All pushes so far.
+        machine: Standard output has the line of JSON and nothing else; the tables go to standard error.
     """
 
     steps: int
@@ -102,22 +116,31 @@ class Report:
     before: str | None = None
     expected: str | None = None
     pushes: list[Push] = field(default_factory=list)
+    machine: bool = False
 
     def __post_init__(self) -> None:
         self._console = Console(stderr=True)
         self._live = self.active and self._console.is_terminal
         self._progress = Progress(
-            TextColumn("[bold]train"),
+            TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  last sync {task.fields[sync]}"),
+            _Words(),
             TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[note]}"),
             console=self._console,
             disable=not self._live,
         )
         self._task: TaskID = self._progress.add_task("train", total=self.steps, loss="–", sync="–", note="")
         self._noted_at = 0.0
+
+    def callbacks(self, out: Path | None = None) -> list[SyncCallback]:
+        """For the job's sender, on every rank: a bar for syncs longer than a second, and the file of the timeline.
+
+        Args:
+            out: The run directory; None leaves out the file.
+        """
+        files: list[SyncCallback] = [] if out is None else [MetricsFile(out / SYNCS)]
+        return [SyncProgress(progress=self._progress), *files]
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -170,20 +193,31 @@ class Report:
         table.add_row(Text(printable(self.before or "")), Text(right, "green") + Text(printable(wrong)))
         self._console.print(table)
 
-    def finish(self, more: Mapping[str, Any]) -> None:
+    def finish(
+        self, more: Mapping[str, Any], *, out: Path | None = None, title: str = "", config: Any = None
+    ) -> None:
         """Print the table of all pushes, and one JSON line with the same as the last line of standard output.
 
         Args:
             more: Further facts for the JSON line.
+            out: The run directory, which gets a `report.html` and its pictures; None writes none.
+            title: The report's heading.
+            config: The settings, for the report.
         """
         if not self.active:
             return
         self._progress.stop()
-        out = Console(file=sys.stdout)
-        out.print(summary(self.pushes))
-        out.print(stages(self.pushes))
+        people = self._console if self.machine else Console(file=sys.stdout)
+        people.print(summary(self.pushes))
+        people.print(stages(self.pushes))
+        written = {}
+        if out is not None:
+            path = write_report(out, title=title, config=config)
+            written["report"] = str(path)
+            self.say(f"report: {path}")
         line = {
             **more,
+            **written,
             "recited_chars": max((push.recited for push in self.pushes), default=0),
             "expected_chars": len(self.expected or ""),
             "before": self.before,
@@ -203,6 +237,17 @@ class Report:
             ],
         }
         print(json.dumps(line), flush=True)
+
+
+class _Words(ProgressColumn):
+    """What is to be said of the training; other bars beside it (a long sync) have less."""
+
+    def render(self, task: Task) -> Text:
+        """Text of a task."""
+        if "loss" not in task.fields:
+            return Text("buckets")
+        words = Text(f"loss {task.fields['loss']}  last sync {task.fields['sync']} ")
+        return words.append(task.fields["note"], "dim")
 
 
 def summary(pushes: Sequence[Push]) -> Table:
