@@ -199,11 +199,13 @@ class LoggerConfig:
         metrics: metrics.jsonl, one object a step.
         report: report.html, made of it at the end.
         tensorboard: Event files of the same figures; needs the package `tensorboard`.
+        json: Standard output has one line of JSON and nothing else.
     """
 
     metrics: bool = True
     report: bool = True
     tensorboard: bool = False
+    json: bool = False
 
 
 @dataclass(kw_only=True)

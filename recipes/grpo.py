@@ -23,7 +23,7 @@ from torch import nn
 from recipes.config import CONF_DIR, GrpoJobConfig
 from recipes.grpo_loss import group_advantages, policy_loss
 from recipes.inference import Inference, start_servers
-from recipes.job import Metrics, Stages, model_dir_on_all, model_of, sender_of, stage_medians
+from recipes.job import Metrics, Stages, model_dir_on_all, model_of, sender_of, stage_medians, title_of
 from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
 from recipes.mesh import Layout, layout_of
 from recipes.optim import Optimization
@@ -176,15 +176,16 @@ def run(job: GrpoJobConfig, device: torch.device, out: Path) -> None:
             f"grpo.prompts={job.grpo.prompts} must be a multiple of the {layout.data_size} data-parallel ranks"
         )
     with ExitStack() as stack:
-        report = stack.enter_context(Report(steps=job.train.steps, active=is_first))
+        report = stack.enter_context(Report(steps=job.train.steps, active=is_first, machine=job.logger.json))
         metrics = stack.enter_context(Metrics(out, active=is_first and job.logger.metrics))
+        left = out if job.logger.metrics else None
         model_dir = model_dir_on_all(job, out)
         inference = start_servers(job.inference, model_dir, out, stack, report, device)
         model = model_of(job, model_dir, layout)
         learner, sampler = Learner(model, job, layout, device), Sampler(inference, job, layout, task)
         inference.wait(report.waiting)
         report.ready(server_s := time.monotonic() - began)
-        sender = stack.enter_context(sender_of(job, model, inference.client, out))
+        sender = stack.enter_context(sender_of(job, model, inference.client, out, report.callbacks(left)))
         pusher = Pusher(inference, job.hook, sender, report)
         report.pushes.append(Push.of(pusher.push(0, Stages())))
         version = 0
@@ -226,7 +227,10 @@ def run(job: GrpoJobConfig, device: torch.device, out: Path) -> None:
                 **_summary(metrics, pusher.sleeps),
                 "world_size": dist.get_world_size(),
                 "server_ready_s": server_s,
-            }
+            },
+            out=out if job.logger.report else None,
+            title=title_of("grpo", job),
+            config=job,
         )
 
 

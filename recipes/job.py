@@ -78,6 +78,13 @@ def sender_of(
     )
 
 
+def title_of(recipe: str, job: JobConfig) -> str:
+    """The report's heading: the recipe, the model and the number of ranks."""
+    name = Path(job.model.path).name if job.model.path is not None else "random weights"
+    ranks = dist.get_world_size()
+    return f"{recipe}: {name}, {ranks} rank{'s' if ranks > 1 else ''}"
+
+
 class Stages:
     """Seconds of the stages of one step; those of the same name add up."""
 

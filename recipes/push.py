@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from recipes.config import CONF_DIR, PushJobConfig
 from recipes.inference import start_servers
-from recipes.job import Metrics, Stages, sender_of
+from recipes.job import Metrics, Stages, sender_of, title_of
 from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
 from recipes.mesh import layout_of
 from recipes.models import build_model
@@ -41,8 +41,9 @@ def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
     model_dir = Path(job.model.path)
     layout = layout_of(job.mesh, device.type)
     with ExitStack() as stack:
-        report = stack.enter_context(Report(steps=1, active=is_first))
+        report = stack.enter_context(Report(steps=1, active=is_first, machine=job.logger.json))
         metrics = stack.enter_context(Metrics(out, active=is_first and job.logger.metrics))
+        left = out if job.logger.metrics else None
         inference = start_servers(job.inference, model_dir, out, stack, report, device)
         stages = Stages()
         with stages("load"):
@@ -56,7 +57,7 @@ def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
             return on_rank0(lambda: [inference.complete(p, job.data.max_tokens) for p in job.prompts])
 
         before = ask()
-        sender = stack.enter_context(sender_of(job, model, inference.client, out))
+        sender = stack.enter_context(sender_of(job, model, inference.client, out, report.callbacks(left)))
         pusher = Pusher(inference, job.hook, sender, report)
         pusher.rest(stages)
         stats = pusher.push(1, stages)
@@ -73,7 +74,10 @@ def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
                 "said_after": after,
                 "server_ready_s": round(server_s, 2),
                 "load_s": round(stages.seconds["load"], 2),
-            }
+            },
+            out=out if job.logger.report else None,
+            title=title_of("push", job),
+            config=job,
         )
 
 

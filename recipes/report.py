@@ -212,9 +212,12 @@ class Report:
         people.print(stages(self.pushes))
         written = {}
         if out is not None:
-            path = write_report(out, title=title, config=config)
-            written["report"] = str(path)
-            self.say(f"report: {path}")
+            try:
+                path = write_report(out, title=title, config=config)
+                written["report"] = str(path)
+                self.say(f"report: {path}")
+            except Exception as error:  # noqa: BLE001  the job itself went well
+                self.say(f"no report: {type(error).__name__}: {error}")
         line = {
             **more,
             **written,

@@ -23,7 +23,7 @@ from fsdp_ipc import TransferStats, WeightSyncHook
 from fsdp_ipc.callbacks import PauseServer, ResetPrefixCache, SyncCallback
 from recipes.config import CONF_DIR, JobConfig
 from recipes.inference import start_servers
-from recipes.job import Metrics, Stages, model_dir_on_all, sender_of
+from recipes.job import Metrics, Stages, model_dir_on_all, sender_of, title_of
 from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
 from recipes.optim import optimizer_of, schedule_of
 from recipes.ranks import check_ranks, joined, on_rank0, own_device
@@ -42,9 +42,12 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
     is_first, began = dist.get_rank() == 0, time.monotonic()
     text = read_text(job.data)
     with ExitStack() as stack:
-        report = stack.enter_context(Report(steps=job.train.steps, active=is_first, prompt=job.data.prompt))
+        report = stack.enter_context(
+            Report(steps=job.train.steps, active=is_first, machine=job.logger.json, prompt=job.data.prompt)
+        )
         report.expected = continuation(text, job.data.prompt)
         metrics = stack.enter_context(Metrics(out, active=is_first and job.logger.metrics))
+        left = out if job.logger.metrics else None
         model_dir = model_dir_on_all(job, out)
         inference = start_servers(job.inference, model_dir, out, stack, report, device)
         model = _whole_model(job, model_dir)
@@ -64,7 +67,9 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
         report.before = ask()
         callbacks: list[SyncCallback] = [PauseServer("wait")] if job.hook.pause else []
         callbacks += [ResetPrefixCache()] if job.hook.reset_prefix_cache else []
-        sender = stack.enter_context(sender_of(job, model, inference.client, out, callbacks))
+        sender = stack.enter_context(
+            sender_of(job, model, inference.client, out, [*callbacks, *report.callbacks(left)])
+        )
         pushed: list[TransferStats] = []
         # The hook hangs on the optimizer: the loop below has no line of ours.
         stack.enter_context(WeightSyncHook(optimizer, sender, every=job.hook.every, on_sync=pushed.append))
@@ -95,7 +100,10 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
                 "accelerate": _found(model),
                 "server_ready_s": round(server_s, 2),
                 "total_s": round(time.monotonic() - began, 2),
-            }
+            },
+            out=out if job.logger.report else None,
+            title=title_of("sft", job),
+            config=job,
         )
 
 

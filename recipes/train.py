@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from recipes.config import CONF_DIR, DataConfig, JobConfig, OptimConfig, TrainConfig
 from recipes.inference import start_servers
-from recipes.job import Metrics, Stages, model_dir_on_all, model_of, sender_of
+from recipes.job import Metrics, Stages, model_dir_on_all, model_of, sender_of, title_of
 from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
 from recipes.mesh import Layout, layout_of
 from recipes.optim import Optimization
@@ -101,9 +101,12 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
     text = read_text(job.data)
     layout = layout_of(job.mesh, device.type)
     with ExitStack() as stack:
-        report = stack.enter_context(Report(steps=job.train.steps, active=is_first, prompt=job.data.prompt))
+        report = stack.enter_context(
+            Report(steps=job.train.steps, active=is_first, machine=job.logger.json, prompt=job.data.prompt)
+        )
         report.expected = continuation(text, job.data.prompt)
         metrics = stack.enter_context(Metrics(out, active=is_first and job.logger.metrics))
+        left = out if job.logger.metrics else None
         model_dir = model_dir_on_all(job, out)
         inference = start_servers(job.inference, model_dir, out, stack, report, device)
 
@@ -126,7 +129,9 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
                     inference.wait(report.waiting)
                     report.ready(server_s := time.monotonic() - began)
                     report.before = ask()
-                    sender = stack.enter_context(sender_of(job, model, inference.client, out))
+                    sender = stack.enter_context(
+                        sender_of(job, model, inference.client, out, report.callbacks(left))
+                    )
                     pusher = Pusher(inference, job.hook, sender, report)
                     pusher.rest(stages)
                 stats = pusher.push(step, stages)
@@ -144,7 +149,10 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
                 "server_ready_s": round(server_s, 2),
                 "train_s": round(sum(row["time"]["train"] for row in metrics.rows), 2),
                 "total_s": round(time.monotonic() - began, 2),
-            }
+            },
+            out=out if job.logger.report else None,
+            title=title_of("train", job),
+            config=job,
         )
 
 
