@@ -120,21 +120,33 @@ def read(run_dir: Path, config: Any = None) -> Run:
     )
 
 
-def stage_table(stats: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float | None]]:
-    """Stage, seconds in the first sync, median of the later ones; at the end the whole sync."""
-    names = list(dict.fromkeys(name for sync in stats for name in sync.get("stage_s", {})))
-    rows = [{**sync.get("stage_s", {}), "whole sync": sync["seconds"]} for sync in stats]
-    return [_first_and_later(name, rows) for name in [*names, "whole sync"]] if rows else []
+@dataclass(frozen=True)
+class StageRow:
+    """A stage over all syncs, or over all steps.
+
+    Attributes:
+        name: Its name.
+        first: Seconds when it came first.
+        later: Median of the later times that it came; None where it came once.
+        share: Of the whole time of the later ones (of the first, where there is no other).
+    """
+
+    name: str
+    first: float
+    later: float | None
+    share: float
 
 
-def step_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float | None]]:
-    """As `stage_table`, of the stages of a step."""
-    times = [row["time"] for row in rows if row.get("time")]
-    names = list(dict.fromkeys(name for time in times for name in time))
-    last = [name for name in names if name == "total"]
-    return (
-        [_first_and_later(name, times) for name in [n for n in names if n != "total"] + last] if times else []
+def stage_table(stats: Sequence[Mapping[str, Any]]) -> list[StageRow]:
+    """The stages of all syncs; at the end the whole sync."""
+    return _table(
+        [{**sync.get("stage_s", {}), "whole sync": sync["seconds"]} for sync in stats], "whole sync"
     )
+
+
+def step_table(rows: Sequence[Mapping[str, Any]]) -> list[StageRow]:
+    """The stages of all steps; at the end the whole step, where that was recorded."""
+    return _table([row["time"] for row in rows if row.get("time")], "total")
 
 
 def sync_share(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -202,9 +214,18 @@ def _gpus() -> Iterable[str]:
     return []
 
 
-def _first_and_later(name: str, rows: Sequence[Mapping[str, float]]) -> tuple[str, float, float | None]:
-    later = [row.get(name, 0.0) for row in rows[1:]]
-    return name, rows[0].get(name, 0.0), statistics.median(later) if later else None
+def _table(rows: Sequence[Mapping[str, float]], whole: str) -> list[StageRow]:
+    names = dict.fromkeys(name for row in rows for name in row if name != whole)
+    counted = rows[1:] or rows
+    total = sum(row[whole] if whole in row else sum(row.values()) for row in counted)
+    made = []
+    for name in [*names, *([whole] if any(whole in row for row in rows) else [])]:
+        # A stage that is not in every step (a push, an evaluation) is told by the steps that have it.
+        times = [row[name] for row in rows if row.get(name)] or [0.0]
+        later = statistics.median(times[1:]) if len(times) > 1 else None
+        share = sum(row.get(name, 0.0) for row in counted) / total if total else 0.0
+        made.append(StageRow(name, times[0], later, share))
+    return made
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recipes.report_data import Run, is_number, read, stage_table, step_table, sync_share
+from recipes.report_data import Run, StageRow, is_number, read, stage_table, step_table, sync_share
 from recipes.report_pictures import Look, draw
 
 _MAX_ROWS = 500
@@ -120,15 +120,16 @@ def page(run: Run, pictures: Mapping[str, Mapping[Look, bytes]], title: str) -> 
     if not pictures:
         why = "there is nothing to draw" if not (run.rows or run.stats) else "matplotlib is not installed"
         parts.append(f'<h2>Pictures</h2><p class="soft">None: {why}.</p>')
+    curve = " and ".join(name for name in ("reward", "loss") if run.values(name)[0])
     for name, heading, words in (
-        ("curve", "Reward and loss", "Reward and loss over the steps"),
+        ("curve", curve.capitalize(), f"{curve} over the steps"),
         ("timeline", "Timeline of a sync", "Stages and buckets of one sync on every rank"),
     ):
         if name in pictures:
             parts.append(f"<h2>{heading}</h2>{_figure(pictures[name], words)}")
     tables = [
-        _times("Stages of a sync", stage_table(run.stats), "whole sync"),
-        _times("Stages of a step", step_table(run.rows), "total"),
+        _times("Stages of a sync", stage_table(run.stats)),
+        _times("Stages of a step", step_table(run.rows)),
     ]
     parts.append(f'<div class="two">{"".join(tables)}</div>')
     parts.append(_steps(run.rows))
@@ -161,7 +162,8 @@ def _cards(run: Run) -> str:
         seconds = median(sync["seconds"] for sync in later)
         cards.append((_seconds(seconds), "a sync (median)" if len(stats) > 1 else "the sync"))
         cards.append((_bytes(stats[-1].get("bytes", 0)), f"in {stats[-1].get('num_tensors', '?')} tensors"))
-        cards.append((f"{median(s.get('gb_per_s', 0.0) for s in later):.3g} GB/s", "over the whole sync"))
+        rate = median(sync.get("gb_per_s", 0.0) for sync in later) * 1e9
+        cards.append((f"{_bytes(rate)}/s", "over the whole sync"))
         share = sync_share(run.rows)
         if share is not None:
             cards.append((f"{share:.1%}", "of a step is its sync"))
@@ -183,18 +185,21 @@ def _figure(looks: Mapping[Look, bytes], words: str) -> str:
     )
 
 
-def _times(heading: str, rows: Sequence[tuple[str, float, float | None]], total: str) -> str:
+def _times(heading: str, rows: Sequence[StageRow]) -> str:
     if not rows:
         return ""
-    whole = next(
-        (later if later is not None else first for name, first, later in rows if name == total), None
-    )
-    lines = []
-    for name, first, later in rows:
-        typical = first if later is None else later
-        share = f"{typical / whole:.0%}" if whole else "–"
-        cells = [name, _seconds(first), "–" if later is None else _seconds(later), share]
-        lines.append(_row(cells, "sum" if name == total else ""))
+    lines = [
+        _row(
+            [
+                row.name,
+                _seconds(row.first),
+                "–" if row.later is None else _seconds(row.later),
+                f"{row.share:.0%}",
+            ],
+            "sum" if row.name in ("whole sync", "total") else "",
+        )
+        for row in rows
+    ]
     head = _head(["stage", "first", "later, median", "share"])
     return (
         f'<section><h2>{heading}</h2><div class="box"><table>{head}{"".join(lines)}</table></div></section>'

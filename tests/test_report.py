@@ -18,7 +18,7 @@ pytest.importorskip("rich", reason="needs rich, from the extra 'recipes'")
 from fsdp_ipc import TransferStats
 from recipes import report_html, report_pictures
 from recipes.report import Push, Report
-from recipes.report_data import SYNCS, read, stage_table, sync_share, without_secrets
+from recipes.report_data import SYNCS, StageRow, read, stage_table, step_table, sync_share, without_secrets
 from recipes.report_html import write_report
 
 BROWSER = next(
@@ -134,7 +134,10 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     run = read(fill(tmp_path))
     assert run.typical() == 2
     assert sorted(run.syncs) == [0, 1]
-    assert stage_table(run.stats)[-1] == ("whole sync", 0.5, 0.1)
+    assert stage_table(run.stats)[-1] == StageRow("whole sync", 0.5, 0.1, 1.0)
+    # In every second step, and 0 in the others, which is not its time.
+    rows = [{"time": {"train": 1.0, "push": push, "total": 1.0 + push}} for push in (0.0, 3.0, 0.0, 2.0, 0.0)]
+    assert step_table(rows)[:2] == [StageRow("train", 1.0, 1.0, 4 / 9), StageRow("push", 3.0, 2.0, 5 / 9)]
     assert sync_share(run.rows) == 0.1
 
 
