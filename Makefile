@@ -53,6 +53,7 @@ test-fast: $(READY) ## run the tests that start no server
 
 test-gpu: $(READY) ## run the tests that need one GPU, then real servers on it: weights, words, faults
 	@$(PYTEST) -m "gpu and not multigpu" $(ARGS)
+	$(PY) -m tests.gpu.digest_check
 	for part in correct faults; do $(PY) -m tests.gpu.single --part $$part --out outputs/test-gpu/$$part $(GPU_ARGS); done
 
 test-multigpu: $(READY) ## run the tests that need several GPUs, then the whole job on all of them
