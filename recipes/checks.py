@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
-from recipes.config import GrpoJobConfig, JobConfig, ServerConfig
+from recipes.config import GrpoJobConfig, JobConfig, PushJobConfig, RemoteJobConfig, ServerConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TASKS = ("letters", "sums", "jsonl")
@@ -14,11 +16,12 @@ TASKS = ("letters", "sums", "jsonl")
 
 
 def check(job: JobConfig) -> None:
-    """Refuse values that cannot work.
+    """Refuse names that no recipe knows and values that cannot work.
 
     Raises:
         ValueError: Names the setting, its value and what is allowed.
     """
+    refuse_unknown(job)
     _one_of(
         {
             "transfer.backend": (job.transfer.backend, ("auto", "fsdp_ipc", "ipc")),
@@ -58,8 +61,24 @@ def check(job: JobConfig) -> None:
     check_server(job.inference, "inference")
     if isinstance(job, GrpoJobConfig):
         _check_grpo(job)
+    if job.model.path is None and isinstance(job, PushJobConfig | RemoteJobConfig):
+        raise ValueError("model.path: this recipe needs the directory of a checkpoint")
     if job.model.path is None:
         _check_sizes(job)
+
+
+def refuse_unknown(settings: Any, key: str = "") -> None:
+    """Refuse what a `+` on the command line has added: Hydra takes it, and nothing would read it.
+
+    Raises:
+        ValueError: Names the setting and those that there are.
+    """
+    known = [entry.name for entry in fields(settings)]
+    for name, value in vars(settings).items():
+        if name not in known:
+            raise ValueError(f"{key}{name}: no such setting; there are {', '.join(known)}")
+        if is_dataclass(value):
+            refuse_unknown(value, f"{key}{name}.")
 
 
 def check_server(server: ServerConfig, key: str) -> None:
@@ -97,7 +116,7 @@ def check_server(server: ServerConfig, key: str) -> None:
         )
     for url in urls_of(server):
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"{key}.url={url!r}: expected http://host:port, or a list of such")
+            raise ValueError(f"{key}.url={url!r}: expected http://host:port of a running server, or a list")
 
 
 def urls_of(server: ServerConfig) -> list[str]:
@@ -152,6 +171,11 @@ def _check_grpo(job: GrpoJobConfig) -> None:
             "grpo.clip_high": grpo.clip_high,
         }
     )
+    if job.hook.sleep_level == 2 and job.hook.every > 1:
+        raise ValueError(
+            f"hook.sleep_level=2 drops the server's weights, so every step must push them: hook.every={job.hook.every} "
+            "cannot be; take hook.sleep_level=1"
+        )
     if grpo.samples < 2:
         raise ValueError(f"grpo.samples={grpo.samples}: a group needs 2 completions or more to compare")
     if grpo.max_staleness < job.hook.every - 1:

@@ -34,7 +34,7 @@ def run(job: RemoteJobConfig, device: torch.device) -> None:
         device: This rank's device.
     """
     is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
-    assert job.model.path is not None  # mandatory in the configuration, as the URL is
+    assert job.model.path is not None  # `checks.check` has seen to it
     model_dir, inference = Path(job.model.path), Inference(urls_of(job.inference))
     layout = layout_of(job.mesh, device.type)
 

@@ -37,7 +37,7 @@ def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
     from transformers import AutoConfig
 
     is_first, began = dist.get_rank() == 0, time.monotonic()
-    assert job.model.path is not None  # mandatory in the configuration
+    assert job.model.path is not None  # `checks.check` has seen to it
     model_dir = Path(job.model.path)
     layout = layout_of(job.mesh, device.type)
     with ExitStack() as stack:

@@ -1,0 +1,142 @@
+"""The recipes as a person starts them: torchrun on two ranks, real servers, and what the job says that it has done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(600)]
+
+pytest.importorskip("hydra", reason="needs Hydra: install the extra 'recipes'")
+pytest.importorskip("transformers", reason="needs transformers: install the extra 'recipes'")
+
+
+def _ranks() -> int:
+    return torch.cuda.device_count() or 2
+
+
+def _start(module: str, *settings: str) -> dict[str, Any]:
+    """Run a recipe under torchrun; the line of JSON that it ends with."""
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(_ranks()),
+    ]
+    done = subprocess.run(
+        [*launch, "-m", module, *settings],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return line
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_grpo_raises_the_reward_of_an_untrained_model(tmp_path: Path) -> None:
+    launcher = [] if torch.cuda.is_available() else ["experiment=cpu_smoke"]
+    line = _start("recipes.grpo", *launcher, "train.steps=20", f"hydra.run.dir={tmp_path}")
+    rows = _metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert line["reward_first"] < 0.2 < line["reward_last"]
+    assert line["reward_last"] > line["reward_first"] + 0.1
+    # Every rollout was made with the weights of the step before, and the trainer agrees with its log-probabilities.
+    assert line["max_staleness"] == 0
+    assert [row["sync"]["version"] for row in rows] == [str(step) for step in range(1, 21)]
+    assert all(row["divergence"] < 0.01 for row in rows)
+    assert {"rollout", "train", "sync", "total"} <= rows[0]["time"].keys()
+    assert line["slept"] == torch.cuda.is_available(), "a CPU server cannot sleep"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A checkpoint, and the URL of a server that has its configuration and random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from recipes.config import ModelConfig, ServerConfig
+    from recipes.models import write_model_dir
+    from recipes.serve import Server
+
+    folder = tmp_path_factory.mktemp("served")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model_dir = write_model_dir(
+        ModelConfig(**sizes, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024),
+        folder / "model",
+    )
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.bfloat16)
+    model.save_pretrained(model_dir)
+    with Server(
+        model_dir,
+        num_replicas=_ranks(),
+        config=ServerConfig(start_timeout_s=400),
+        log_path=folder / "server.log",
+        on_gpu=torch.cuda.is_available(),
+    ) as server:
+        server.wait_healthy()
+        yield model_dir, server.url
+
+
+def test_a_checkpoint_is_pushed_once_and_changes_what_the_server_says(
+    served: tuple[Path, str], tmp_path: Path
+) -> None:
+    model_dir, url = served
+    settings = [f"model.path={model_dir}", f"inference.url={url}", "data.max_tokens=6"]
+    line = _start("recipes.push", *settings, "prompts=[ab,zz]", f"hydra.run.dir={tmp_path}")
+    assert line["said_before"] != line["said_after"]
+    assert [push["version"] for push in line["pushes"]] == ["1"]
+    assert line["pushes"][0]["bytes"] == 2 * line["parameters"], "bf16, as the checkpoint is"
+    # An untrained model's bytes may be no text, of which the two show different things.
+    readable = [text.replace("\ufffd", "") for text in line["said_after"]]
+    assert readable == [text.replace("\ufffd", "") for text in _greedy(model_dir, ["ab", "zz"], 6)]
+
+
+def _greedy(model_dir: Path, prompts: list[str], num_tokens: int) -> list[str]:
+    """What the checkpoint says, by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    said = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            for _ in range(num_tokens):
+                chosen = model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)
+                ids = torch.cat([ids, chosen], 1)
+        said.append(tokenizer.decode(ids[0, -num_tokens:], skip_special_tokens=True))
+    return said
+
+
+def test_accelerate_with_a_hook_pushes_what_it_has_learned(served: tuple[Path, str], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: install the extra 'recipes'")
+    model_dir, url = served
+    settings = [f"model.path={model_dir}", f"inference.url={url}", "data.max_tokens=24", "train.seq_len=128"]
+    settings += ["train.steps=45", "hook.every=20", "optim.warmup_steps=5", "optim.lr=1e-2"]
+    line = _start("recipes.sft", *settings, f"hydra.run.dir={tmp_path}")
+    assert [push["version"] for push in line["pushes"]] == ["20", "40", "45"]
+    assert ("FSDP2" if torch.cuda.is_available() else "DDP") in line["accelerate"]
+    assert line["pushes"][-1]["loss"] < line["pushes"][0]["loss"]
+    assert line["before"] != line["after"]
+    rows = _metrics(tmp_path)
+    assert [row["step"] for row in rows if row["sync"]] == [20, 40, 45]
+    assert rows[-1]["loss"] < rows[0]["loss"]
