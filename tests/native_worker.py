@@ -96,6 +96,7 @@ class NativeWorker:
         for bucket, rows in enumerate(buckets):
             if self.fail_at == bucket:
                 raise RuntimeError(f"worker {self.index} breaks at bucket {bucket}")
+            self.before_bucket(bucket)
             control.wait_produced(info.sync, bucket + 1, 60.0)
             time.sleep(self.delay_s)
             for row in rows:
@@ -104,6 +105,9 @@ class NativeWorker:
                 self._pending[row.name] = seen if self.late and not plan.packed else seen.clone()
             control.consume(info.sync, bucket + 1)
         self.sync, self._released = info.sync, not plan.packed
+
+    def before_bucket(self, bucket: int) -> None:
+        """Called before a bucket is waited for."""
 
     def finish(self) -> None:
         time.sleep(self.delay_s if self.late else 0.0)

@@ -25,8 +25,8 @@ from fsdp_ipc.wire.stock import bare_uuid
 from tests.fake_server import FakeServer
 from tests.native_worker import NativeWorker
 from tests.runner import run_ranks
+from tests.stock_on_cpu import read_export, stock_on_cpu
 from tests.test_expert_parallel import EXPERTS, experts_of, moe, unfused
-from tests.test_stock_delivery import _read, _stock_on_cpu
 
 PARALLEL = {"enable_expert_parallel": True, "expert_placement_strategy": "linear", "enable_eplb": False}
 LINEAR = [range(4), range(4, 8)]
@@ -97,7 +97,7 @@ def _sharded(rank: int, world: int, strategy: str) -> Any:
 def _push(
     rank: int, world: int, url: str, release: str, packed: bool, strategy: str, placement: Any
 ) -> list[str]:
-    _stock_on_cpu(release)
+    stock_on_cpu(release)
     model = _sharded(rank, world, strategy)
     source = DTensorSource(model, dtype=torch.bfloat16, naming=naming_for(model, experts=HALVES))
     with (
@@ -129,7 +129,7 @@ def _check(
 ) -> list[str]:
     """Push, and see that each worker got the common weights and the experts of `held`, and no other ones."""
     uuids = [bare_uuid(device_key(torch.device("cpu"), rank)) for rank in range(2)]
-    with FakeServer(version=release, uuids=uuids, read=_read) as server:
+    with FakeServer(version=release, uuids=uuids, read=read_export) as server:
         server.parallel_config = {**PARALLEL, **parallel}
         texts = run_ranks(_push, 2, server.url, release, packed, strategy, placement)[0]
         assert server.violations == []

@@ -6,9 +6,6 @@ that is written too early, or memory that is freed too early, shows as wrong byt
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,52 +13,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import WeightSyncError
-from fsdp_ipc.handles import device_key
-from fsdp_ipc.wire.stock import bare_uuid, dialect_for
-from tests.fake_server import FakeServer, fake_rebuild_args
+from fsdp_ipc.wire.stock import dialect_for
+from tests.fake_server import FakeServer
 from tests.runner import run_ranks
+from tests.stock_on_cpu import Exports, read_export, stock_on_cpu, stock_uuids
 from tests.toy import build, full, make_sender, shard, step
-
-
-def _file_behind(tensor: torch.Tensor) -> tuple[str, int]:
-    """Path and offset of the shared file in which a tensor lies."""
-    address = tensor.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ \d+\s+(/dev/shm/\S+)$", line):
-            first, end, offset = (int(match[n], 16) for n in (1, 2, 3))
-            if first <= address < end:
-                return match[4], address - first + offset
-    raise AssertionError(f"{tuple(tensor.shape)} does not lie in a shared file")
-
-
-class _Exports:
-    serial = 0
-
-    @classmethod
-    def rebuild_args(cls, tensor: torch.Tensor) -> tuple[Any, ...]:
-        cls.serial += 1
-        nbytes = tensor.nbytes
-        handle = json.dumps([*_file_behind(tensor), nbytes]).encode() if nbytes else b""
-        return fake_rebuild_args(handle, nbytes, serial=cls.serial)
-
-
-def _read(args: tuple[Any, ...]) -> torch.Tensor:
-    path, offset, nbytes = json.loads(args[7])
-    return torch.from_file(path, shared=True, size=offset + nbytes, dtype=torch.uint8)[offset:]
-
-
-def _stock_on_cpu(release: str) -> None:
-    import fsdp_ipc.sender
-    from fsdp_ipc.wire import stock_delivery
-
-    stock_delivery.stock_rebuild_args = _Exports.rebuild_args
-    fsdp_ipc.sender.WeightSender._choose = lambda self, *args: ("ipc", dialect_for(release))  # type: ignore[method-assign]
 
 
 def _push(
     rank: int, world: int, url: str, release: str, packed: bool, num_slots: int
 ) -> list[dict[str, Any]]:
-    _stock_on_cpu(release)
+    stock_on_cpu(release)
     model = shard(build(), init_device_mesh("cpu", (world,)))
     wanted = []
     settings = {"packed": packed, "bucket_bytes": 700, "num_slots": num_slots}
@@ -74,7 +36,7 @@ def _push(
 
 
 def _fail_once(rank: int, world: int, url: str, release: str, packed: bool) -> tuple[str, dict[str, Any]]:
-    _stock_on_cpu(release)
+    stock_on_cpu(release)
     model = shard(build(), init_device_mesh("cpu", (world,)))
     with make_sender(model, url, backend="ipc", packed=packed, bucket_bytes=700) as sender:
         with pytest.raises(WeightSyncError) as caught:
@@ -86,7 +48,7 @@ def _fail_once(rank: int, world: int, url: str, release: str, packed: bool) -> t
 
 @pytest.fixture
 def uuids() -> list[str]:
-    return [bare_uuid(device_key(torch.device("cpu"), rank)) for rank in range(2)]
+    return stock_uuids(2)
 
 
 def _same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -107,7 +69,7 @@ def _same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None
 def test_every_release_gets_the_bytes_of_every_step_on_both_workers(
     uuids: list[str], release: str, packed: bool, num_slots: int
 ) -> None:
-    with FakeServer(version=release, uuids=uuids, read=_read) as server:
+    with FakeServer(version=release, uuids=uuids, read=read_export) as server:
         server.delay("/update_weights", 0.02)
         server.delay("/finish_weight_update", 0.05)
         wanted = run_ranks(_push, 2, server.url, release, packed, num_slots)[0]
@@ -128,7 +90,7 @@ def test_field_B11_a_failed_update_reaches_all_ranks_and_the_next_one_works(
     uuids: list[str], release: str, packed: bool, route: str
 ) -> None:
     """https://github.com/vllm-project/vllm/pull/39212: a failed update left the session active."""
-    with FakeServer(version=release, uuids=uuids, read=_read) as server:
+    with FakeServer(version=release, uuids=uuids, read=read_export) as server:
         server.fail(route, "boom of the server", after=1 if packed and route == "/update_weights" else 0)
         results = run_ranks(_fail_once, 2, server.url, release, packed)
         assert all("boom of the server" in text for text, _ in results)
@@ -140,20 +102,20 @@ def test_field_B11_a_failed_update_reaches_all_ranks_and_the_next_one_works(
 
 
 def _count_exports(rank: int, world: int, url: str) -> list[tuple[int, int]]:
-    _stock_on_cpu("0.26.0")
+    stock_on_cpu("0.26.0")
     model = shard(build(), init_device_mesh("cpu", (world,)))
     counts = []
     with make_sender(model, url, backend="ipc", bucket_bytes=700) as sender:
         for number in range(2):
-            before = _Exports.serial
+            before = Exports.serial
             stats = sender.send(number)
-            counts.append((_Exports.serial - before, stats.num_buckets))
+            counts.append((Exports.serial - before, stats.num_buckets))
     return counts
 
 
 def test_field_E14_one_handle_a_chunk_not_one_a_tensor(uuids: list[str]) -> None:
     """https://github.com/vllm-project/vime/issues/175 : a handle a tensor was 4.3 times slower."""
-    with FakeServer(version="0.26.0", uuids=uuids, read=_read) as server:
+    with FakeServer(version="0.26.0", uuids=uuids, read=read_export) as server:
         for counts in run_ranks(_count_exports, 2, server.url):
             for handles, chunks in counts:
                 assert handles == chunks
