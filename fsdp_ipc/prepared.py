@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ipc.clients.base import WeightSyncClient
 from fsdp_ipc.naming import Naming
 from fsdp_ipc.sender import WeightSender
-from fsdp_ipc.source import DTensorSource
+from fsdp_ipc.source import DTensorSource, refuse_flattened
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def look_into(model: nn.Module, accelerator: Any = None) -> Found:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    _refuse_flattened(model, accelerator)
+    refuse_flattened(model)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
     kind: Kind
@@ -128,23 +128,6 @@ def _name(model: nn.Module) -> str:
 def _is_ddp(model: nn.Module) -> bool:
     compiled = getattr(model, "_orig_mod", None)
     return isinstance(model, DistributedDataParallel) or isinstance(compiled, DistributedDataParallel)
-
-
-def _refuse_flattened(model: nn.Module, accelerator: Any) -> None:
-    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    if getattr(plugin, "fsdp_version", 2) == 1 or any(
-        isinstance(module, FullyShardedDataParallel) for module in model.modules()
-    ):
-        raise ValueError(
-            f"{_name(model)} is sharded with FSDP1 (FullyShardedDataParallel), which flattens parameters: expected FSDP2. Use "
-            "torch.distributed.fsdp.fully_shard; with accelerate FullyShardedDataParallelPlugin(fsdp_version=2), or "
-            "`fsdp_version: 2` in its configuration"
-        )
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ValueError(
-            f"{_name(model)} is sharded with DeepSpeed ZeRO-3, which leaves empty parameters behind: expected FSDP2, for "
-            "example accelerate's FullyShardedDataParallelPlugin(fsdp_version=2)"
-        )
 
 
 def _cure(model: nn.Module, accelerator: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -84,7 +84,7 @@ class DTensorSource:
             on every rank.
 
     Raises:
-        ValueError: The module has no parameters, a placement can't be sent, or `dtype` is no floating dtype of 16 bits
+        ValueError: The module has no parameters, FSDP1 or ZeRO-3 shards it, a placement can't be sent, or `dtype` is no floating dtype of 16 bits
             or more.
         TypeError: A tensor subclass or dtype that can't be sent, by name.
     """
@@ -102,6 +102,7 @@ class DTensorSource:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+        refuse_flattened(module)
         if dtype is not None and dtype not in _CASTS:
             raise ValueError(
                 f"dtype={dtype!r}: expected a floating dtype of 16 bits or more ({', '.join(map(str, _CASTS))}), or None "
@@ -250,6 +251,27 @@ class _Input:
         if merge is None:
             return held(self.fqn, self.read[self.fqn])
         return lambda: merge.apply({name: held(name, tensor) for name, tensor in self.read.items()})
+
+
+def refuse_flattened(module: nn.Module) -> None:
+    """Refuse what holds pieces of parameters that do not say so.
+
+    Raises:
+        ValueError: FSDP1 or DeepSpeed ZeRO-3 shards the module.
+    """
+    # The mark is torch's own, on what is left of the parameters where the module inside of the wrapper is given.
+    flattened = any(getattr(parameter, "_fsdp_flattened", False) for parameter in module.parameters())
+    if flattened or any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is sharded with FSDP1 (FullyShardedDataParallel), which flattens parameters: expected "
+            "FSDP2. Use torch.distributed.fsdp.fully_shard; with accelerate FullyShardedDataParallelPlugin(fsdp_version=2), "
+            "or `fsdp_version: 2` in its configuration"
+        )
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} is sharded with DeepSpeed ZeRO-3, which leaves empty parameters behind: expected FSDP2, "
+            "for example accelerate's FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
 
 
 def _walk(module: nn.Module) -> Iterator[_Slot]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import (
+    DTensorSource,
     HTTPWeightSyncClient,
     Timeouts,
     TransferStats,
@@ -307,17 +308,22 @@ def _looked(rank: int, world: int) -> list[str]:
             flat = FullyShardedDataParallel(
                 build(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
             )
-        try:
-            look_into(nn.Sequential(flat))
-        except ValueError as error:
-            texts.append(str(error))
+        for refuse, given in (
+            (look_into, nn.Sequential(flat)),
+            (DTensorSource, flat),
+            (DTensorSource, flat.module),
+        ):
+            try:
+                refuse(given)
+            except ValueError as error:
+                texts.append(str(error))
     return texts
 
 
 def test_fsdp2_is_recognised_and_fsdp1_is_refused() -> None:
     found, *refused = run_ranks(_looked, 2)[0]
     assert found == "Toy is sharded with FSDP2: of 12 parameters 12 over a mesh of (2,)"
-    assert len(refused) == 2
+    assert len(refused) == 6
     for text in refused:
         assert "FSDP1" in text
         assert "fsdp_version=2" in text
