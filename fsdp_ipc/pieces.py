@@ -8,6 +8,7 @@ same range of rows of *every* rank's chunk, so that each piece still is one bala
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from fsdp_ipc.metadata import StreamItem, chunk_rows
@@ -131,10 +132,24 @@ def cut_local(item: StreamItem, index: int, units: Sequence[tuple[int, int]], sl
 
 
 def clusters_of(items: Sequence[StreamItem], atomic: Sequence[Collection[str]]) -> dict[int, tuple[int, ...]]:
-    """By item, all items that must lie in its bucket uncut, for the items of which an atomic set asks that."""
+    """By item, all items that must lie in its bucket uncut, for the items of which an atomic set asks that.
+
+    Raises:
+        ValueError: A set names what is not sent.
+    """
     if not atomic:
         return {}
     item_of = {emit.name: i for i, item in enumerate(items) for emit in item.recipe.emits}
+    unknown = sorted({name for names in atomic for name in names if name not in item_of})
+    if unknown:
+        near = {name: get_close_matches(name, item_of, 1) for name in unknown[:8]}
+        shown = ", ".join(
+            f"{name!r} (did you mean {close[0]!r}?)" if close else f"{name!r}" for name, close in near.items()
+        )
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        raise ValueError(
+            f"keep_together names what is not sent: {shown}{more}. Expected checkpoint names, as the server knows them"
+        )
     clusters: dict[int, tuple[int, ...]] = {}
     for names in atomic:
         members = {item_of[name] for name in names if name in item_of}

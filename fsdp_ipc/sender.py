@@ -56,7 +56,7 @@ class WeightSender:
             server uses for its expert parallelism, trainer rank i being beside worker i. None delivers all experts to
             all workers there, and so does a server that balances experts, has redundant ones or contradicts.
         keep_together: Sets of checkpoint names that must reach the server in one bucket; a set that does not fit
-            `bucket_bytes` is refused.
+            `bucket_bytes`, or names what is not sent, is refused.
         verify: Compare digests of what this trainer meant to send with what each worker holds after loading, before the
             version is published: `"full"` every tensor in every sync, `"sample"` an eighth of them in turn, so that all
             are compared within eight syncs. What can't be compared is in `TransferStats.worker["unverified"]`. On the

@@ -7,7 +7,7 @@ order, what only some have goes between, the first owner's first, and is broadca
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,7 +81,8 @@ def unite(
     known = {
         rough: entry for entries in group.gather_objects(described, "metadata") for rough, entry in entries
     }
-    for rough, (item, refusal) in known.items():
+    _refuse_differences(known, holders)
+    for rough, (item, refusal, _) in known.items():
         if refusal is not None:
             raise ValueError(
                 f"{item.recipe.emits[0].name} is only on ranks {holders[rough][:8]} of {group.size}: {refusal}"
@@ -147,8 +148,8 @@ class _Digests:
         return _Told(*(hashlib.sha256("".join([*t, rest]).encode()).digest()[:16] for t in (exact, rough)))
 
 
-def _described(item: StreamItem) -> tuple[StreamItem, str | None]:
-    """The item as the other ranks need it, and why it can't be sent from one rank alone, if it can't."""
+def _described(item: StreamItem) -> tuple[StreamItem, str | None, str]:
+    """The item as the other ranks need it; why it can't be sent from one rank alone, if it can't; how it is held."""
     refusal = None
     kinds = {spec.layout.kind for spec in item.inputs}
     if item.recipe.transform is not None:
@@ -162,7 +163,34 @@ def _described(item: StreamItem) -> tuple[StreamItem, str | None]:
             "and the other ranks can't take part in its gather. Put every rank into its mesh"
         )
     specs = tuple(replace(spec, layout=WHOLE) for spec in item.inputs)
-    return StreamItem(specs, replace(item.recipe, transform=None, merges=()), 0), refusal
+    layout = item.inputs[0].layout
+    held = str(layout.kind) if layout.kind == "whole" else f"sharded as {layout.placements}"
+    return StreamItem(specs, replace(item.recipe, transform=None, merges=()), 0), refusal, held
+
+
+def _refuse_differences(
+    known: Mapping[bytes, tuple[StreamItem, str | None, str]], holders: Mapping[bytes, Sequence[int]]
+) -> None:
+    """Refuse a name that ranks have in different forms, which is not a name that only some of them have."""
+    forms: dict[str, list[bytes]] = {}
+    for rough, (item, _, _) in known.items():
+        for emit in item.recipe.emits[:1]:
+            forms.setdefault(emit.name, []).append(rough)
+    for name, roughs in forms.items():
+        if len(roughs) < 2:
+            continue
+        told = []
+        for rough in roughs:
+            item, _, held = known[rough]
+            spec = item.inputs[0]
+            sent = f"sent as {spec.wire_dtype}"
+            told.append(
+                f"ranks {list(holders[rough][:8])} hold {spec.fqn} {list(spec.shape)} {spec.dtype}, {held}, {sent}"
+            )
+        raise ValueError(
+            f"the ranks disagree about {name}: {'; '.join(told)}. Build the module, and choose the wire dtype, alike on "
+            "every rank"
+        )
 
 
 def _merged(lists: list[list[bytes]], common: set[bytes], group: TrainerGroup) -> list[bytes]:

@@ -250,7 +250,7 @@ def test_an_uneven_large_tensor_has_room_for_the_tail_of_its_gather() -> None:
 
 def test_atomic_sets_stay_in_one_bucket() -> None:
     items = sized(600, 300, 600, 300, 100)
-    plan = build_plan(items, PlanLimits(bucket_bytes=1100), atomic=[("t0", "t3"), ("t2", "missing")])
+    plan = build_plan(items, PlanLimits(bucket_bytes=1100), atomic=[("t0", "t3"), ("t2",)])
     bucket = {row.name: row.bucket for row in plan.rows}
     assert bucket["t0"] == bucket["t3"] != bucket["t2"]
     assert len(bucket) == 5
@@ -259,6 +259,10 @@ def test_atomic_sets_stay_in_one_bucket() -> None:
     with pytest.raises(ValueError, match=r"\['t0', 't2'\], which must stay together, needs 1368 bytes"):
         build_plan(items, PlanLimits(bucket_bytes=1024), atomic=[("t0", "t2")])
     assert build_plan(items, PlanLimits(), atomic=[("t0", "t2")], resident=[0, 1]).resident == (1,)
+    with pytest.raises(
+        ValueError, match=r"keep_together names what is not sent: 'q', 't33' \(did you mean 't3'\?\)"
+    ):
+        build_plan(items, PlanLimits(), atomic=[("t0", "t1"), ("t33", "q")])
     name, shape = "mlp.experts.gate_up_proj", (4, 8, 16)
     spec = TensorSpec(name, shape, torch.float32, torch.float32, WHOLE)
     fused = [StreamItem((spec,), unfuse(name, shape, HALVES), 0)]

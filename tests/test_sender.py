@@ -221,6 +221,10 @@ def _push_together(rank: int, world: int, url: str) -> str:
     model = shard(build(), init_device_mesh("cpu", (world,)))
     with make_sender(model, url, bucket_bytes=1000, keep_together=[PAIR]) as sender:
         sender.send(1)
+    with make_sender(
+        model, url, bucket_bytes=BUCKET, keep_together=[("layers.0.weight", "layer.3.weight")]
+    ) as sender:
+        assert "'layer.3.weight' (did you mean 'layers.3.weight'?)" in _raises(lambda: sender.send(2))
     with make_sender(model, url, bucket_bytes=BUCKET, keep_together=[PAIR]) as sender:
         return _raises(lambda: sender.send(2))
 

@@ -181,10 +181,20 @@ def _contradictions(rank: int, world: int) -> None:
     refused(model, r"layers\.0\.mlp\.experts\.1\.weight .*rank(s 0, 2| 0) against rank")
     # One name, two shapes.
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 3 + rank % 2)})
-    refused(model, r"the ranks disagree about b\.weight: b\.weight \[3, 3\].*b\.weight \[4, 3\]")
+    refused(model, r"the ranks disagree about b\.weight: .*b\.weight \[3, 3\].*b\.weight \[4, 3\]")
     # One name, two dtypes.
     model = nn.ModuleDict({"a": nn.Linear(3, 2)}).to(torch.bfloat16 if rank else torch.float32)
     refused(model, r"the ranks disagree about a\.weight")
+    # One sharded tensor, sent in two dtypes.
+    model = nn.ModuleDict({"a": nn.Linear(3, 4)})
+    fully_shard(model["a"], mesh=mesh)
+    wire = torch.float16 if rank == 2 else torch.bfloat16
+    refused(
+        model,
+        r"the ranks disagree about a\.weight: ranks \[0, 1, 3\] hold a\.weight \[4, 3\] torch\.float32, sharded as .*, sent "
+        r"as torch\.bfloat16; ranks \[2\] hold .* sent as torch\.float16\. Build",
+        dtype=wire,
+    )
     # The same modules, built in another order.
     keys = ["a", "b"] if rank == 0 else ["b", "a"]
     torch.manual_seed(0)
