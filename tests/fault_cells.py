@@ -66,6 +66,20 @@ class Cell:
             self.kind in ("500", "hang", "reset") and self.step in ("start", "update", "finish")
         )
 
+    def arming(self) -> dict[str, Any]:
+        """What switches such a fault on, see `tests.fault_server`."""
+        if self.kind == "slow":
+            return {"kind": "slow"}
+        if self.step == "update" and self.wire == "fsdp_ipc" and self.kind != "reset":
+            return {"kind": self.kind, "worker": self.rank}
+        route = {
+            "start": "/start_weight_update",
+            "update": "/update_weights",
+            "finish": "/finish_weight_update",
+        }
+        second = self.step == "update" and self.wire == "ipc" and self.packed
+        return {"kind": self.kind, "routes": [route[self.step]], "after": int(second)}
+
     def __str__(self) -> str:
         more = f"{'' if self.packed else ', unpacked'}{', second send' if self.warm else ''}"
         return f"{self.wire}: {self.kind} at {self.step} on rank {self.rank}{more}"
@@ -225,6 +239,8 @@ def begin(state: dict[str, Any], cell: Cell, url: str, server_pid: int) -> dict[
     if state["rank"] == cell.rank and not cell.by_server:
         fault = Fault(_action(cell, server_pid, url))
         patch = _armed(POINTS[cell.step](sender, fault))
+    if cell.by_server and sender.is_sender:
+        requests.post(f"{url}/fault", json=cell.arming(), timeout=10)
     try:
         with patch:
             sender.send("bad")

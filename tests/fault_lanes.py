@@ -120,18 +120,6 @@ class Lane:
         self._server = self._pair = None
 
     def _fail(self, cell: Cell, pair: RankPair, server: ServerProcess) -> list[str]:
-        if cell.by_server and cell.kind != "slow":
-            route = {
-                "start": "/start_weight_update",
-                "update": "/update_weights",
-                "finish": "/finish_weight_update",
-            }
-            at_worker = cell.step == "update" and cell.wire == "fsdp_ipc" and cell.kind != "reset"
-            where = {"worker": cell.rank} if at_worker else {"routes": [route[cell.step]]}
-            second = cell.step == "update" and cell.wire == "ipc" and cell.packed
-            server.fault(kind=cell.kind, after=int(second), **where)
-        elif cell.kind == "slow":
-            server.fault(kind="slow")
         told = pair.call(fault_cells.begin, cell, server.url, server.pid)
         return [f"in the broken send: {text}" for text in _judge(cell, told)]
 

@@ -42,8 +42,7 @@ def cells(wire: str, kind: str, *, both_ranks: bool, warm: bool = False) -> Iter
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_reaches_every_rank_and_the_next_send_is_right(kind: str, wire: str) -> None:
-    both_ranks = kind == "exception" or (kind == "SIGKILL of the rank" and wire == "fsdp_ipc")
-    assert run_cells(wire, list(cells(wire, kind, both_ranks=both_ranks))) == []
+    assert run_cells(wire, list(cells(wire, kind, both_ranks=kind == "exception"))) == []
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -66,8 +65,9 @@ def test_a_slow_consumer_is_waited_for(wire: str) -> None:
 
 def test_the_matrix_can_fail() -> None:
     """A cell in which nothing breaks is told of, as is one whose step does not come."""
-    (text,) = run_cells("fsdp_ipc", [Cell("fsdp_ipc", "gather", "nothing", 1)], num_lanes=1)
-    assert "it went well" in text
+    found = run_cells("fsdp_ipc", [Cell("fsdp_ipc", "gather", "nothing", 1)], num_lanes=1)
+    assert any("it went well" in text for text in found)
+    assert any("the broken version was published" in text for text in found)
     # No handles are exchanged in a second send over the native wire.
     found = run_cells(
         "fsdp_ipc", [Cell("fsdp_ipc", "handle exchange", "exception", 1, warm=True)], num_lanes=1

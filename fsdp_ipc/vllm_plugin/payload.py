@@ -211,7 +211,7 @@ class UpdateInfo:
                 )
             allocations = {
                 _text(key, "update_info.allocations", MAX_NAME): tuple(
-                    _handle(handle, f"update_info.allocations[{key!r}][{index}]")
+                    _handle(handle, f"update_info.allocations[{key!r}][{index}]", key)
                     for index, handle in enumerate(
                         _array(handles, f"update_info.allocations[{key!r}]", MAX_ROWS)
                     )
@@ -337,13 +337,17 @@ def _digest_files(obj: object) -> Mapping[str, str] | None:
     return files
 
 
-def _handle(obj: object, where: str) -> IpcHandle:
+def _handle(obj: object, where: str, device: str) -> IpcHandle:
     if not isinstance(obj, dict):
         raise ValueError(f"{where}: expected a handle object, got {_shown(obj)}")
     try:
-        return IpcHandle.from_json(obj)
+        handle = IpcHandle.from_json(obj)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    # Another rank signals when its memory may be read, so a handle under the wrong key must not pass unseen.
+    if handle.device != device:
+        raise ValueError(f"{where}: the handle is of device {_shown(handle.device)}, not of {_shown(device)}")
+    return handle
 
 
 def _object(
