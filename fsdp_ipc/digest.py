@@ -50,6 +50,10 @@ class Run:
 class Digester:
     """The sums of many runs on one device. Everything that can be prepared is; `add` allocates nothing on CUDA.
 
+    Attributes:
+        prepared: Whether it goes by addresses (Triton); it then keeps no memory alive, which is for the caller to do.
+        nbytes: Bytes of all runs.
+
     Args:
         runs: In any order.
         device: Device of all of them.
@@ -60,6 +64,9 @@ class Digester:
         self._runs = [run for run in runs if run.memory.numel()]
         self.nbytes = sum(run.memory.numel() for run in self._runs)
         self._launch = launcher(_pieces(self._runs), device) if triton and self._runs else None
+        self.prepared = self._launch is not None
+        if self.prepared:
+            self._runs = []
 
     @torch.no_grad()
     def add(self, sums: torch.Tensor) -> None:

@@ -77,7 +77,7 @@ class SentVerifier:
         self._rows: list[list[TensorRow]] = []
         self._shares: list[int] = []
         self._digesters: dict[tuple[int, int], Digester] = {}
-        self._memory: Sequence[torch.Tensor] = ()
+        self._stage: Stage | None = None
         self._sums = self._host = self._weights = torch.empty(0, dtype=torch.int64)
         self._share = 0
         self._error: Exception | None = None
@@ -112,7 +112,7 @@ class SentVerifier:
         if self._bound != (plan.digest, stage.epoch):
             self._digesters.clear()
             self._bound = (plan.digest, stage.epoch)
-        self._memory, self._error = stage.memory, None
+        self._stage, self._error = stage, None
         self._share = sync % self._num_shares
         self._sums.zero_()
 
@@ -130,7 +130,10 @@ class SentVerifier:
         try:
             digester = self._digesters.get((bucket, self._share))
             if digester is None:
-                digester = self._digesters[bucket, self._share] = self._digester(bucket)
+                digester = self._digester(bucket)
+                # Others hold views, and staging memory is not to be kept alive from here.
+                if digester.prepared:
+                    self._digesters[bucket, self._share] = digester
             digester.add(self._sums)
         except Exception as error:  # noqa: BLE001  told in `publish`
             self._error = error
@@ -162,13 +165,15 @@ class SentVerifier:
         """This rank: unlink the file. Idempotent."""
         if self._file is not None:
             self._file.close()
-        self._file, self._plan, self._memory = None, "", ()
+        self._file, self._plan, self._stage = None, "", None
         self._digesters.clear()
 
     def _digester(self, bucket: int) -> Digester:
+        assert self._stage is not None
+        memory = self._stage.memory
         first = sum(len(rows) for rows in self._rows[:bucket])
         runs = [
-            Run(_bytes(self._memory[row.allocation], row), 0, slot)
+            Run(_bytes(memory[row.allocation], row), 0, slot)
             for slot, row in enumerate(self._rows[bucket], first)
             if self._shares[slot] == self._share
         ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,3 +351,21 @@ def _push_with_a_digest_that_fails(rank: int, world: int, url: str) -> Any:
 def test_a_setting_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="verify='some': expected 'off', 'sample' or 'full'"):
         make_sender(nn.Linear(2, 2), "http://127.0.0.1:9", verify="some")
+
+
+def _push_and_look_at_memory(rank: int, world: int, url: str) -> list[bool]:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    with make_sender(model, url, bucket_bytes=800, verify="full") as sender:
+        sender.send(1)
+        slots = [weakref.ref(memory) for memory in sender._stage.memory]
+        names = [handle.memory.file for handle in sender._stage.handles]  # type: ignore[union-attr]
+        sender._stage.close()
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return [ref() is None for ref in slots] + [name not in maps for name in names]
+
+
+def test_staging_memory_is_not_kept_alive() -> None:
+    with FakeServer(backend="fsdp_ipc", workers=_workers()) as server:
+        for gone in run_ranks(_push_and_look_at_memory, 2, server.url):
+            assert gone == [True] * 4

@@ -229,7 +229,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update.sync, error)
         self._update = None
-        update.load_s += time.monotonic() - began
+        update.load_s += time.monotonic() - began - (verified.seconds if verified is not None else 0.0)
         session.control.write_report(_sync_report(update, counts, verified))
 
     def shutdown(self) -> None:
