@@ -47,6 +47,7 @@ class Run:
     """One run.
 
     Attributes:
+        title: The heading.
         rows: One dict a step: `step`, `loss`, `reward`, `time` (stage to seconds), `sync` (`TransferStats`) or None.
         syncs: By rank, one dict a sync: what `MetricsFile` writes, `spans` among it. May be empty.
         facts: Name and value of versions, machine and environment.
@@ -54,6 +55,7 @@ class Run:
         command: The command line.
     """
 
+    title: str
     rows: Sequence[Mapping[str, Any]]
     syncs: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     facts: Sequence[tuple[str, str]] = ()
@@ -87,15 +89,16 @@ class Run:
         return int(later[len(later) // 2]["sync"]) if later else None
 
 
-def read(run_dir: Path, config: Any = None) -> Run:
+def read(run_dir: Path, config: Any = None, title: str = "") -> Run:
     """Read a run directory; lines that were cut off are left out.
 
     Args:
         run_dir: Has `metrics.jsonl`, and may have `syncs-rank*.jsonl`.
         config: The settings: a dataclass, a mapping, or text. None takes `.hydra/config.yaml` if it is there.
+        title: The report's heading; empty takes that of before, or the directory's name.
 
     Returns:
-        The run. The first call keeps versions and environment of its process in `environment.json`.
+        The run. The first call keeps the heading, and versions and environment of its process, in `environment.json`.
     """
     pattern = re.compile(re.escape(SYNCS).replace(re.escape("{rank}"), r"(\d+)"))
     syncs = {
@@ -106,12 +109,13 @@ def read(run_dir: Path, config: Any = None) -> Run:
     # The job's own, where a report is written anew later from another process.
     kept = next(iter(_lines(run_dir / ENVIRONMENT)), None)
     if kept is None:
-        kept = {"command": without_secrets(" ".join(sys.argv)), "facts": facts()}
+        kept = {"title": title, "command": without_secrets(" ".join(sys.argv)), "facts": facts()}
         (run_dir / ENVIRONMENT).write_text(json.dumps(kept) + "\n")
     hydra = run_dir / ".hydra" / "config.yaml"
     if config is None and hydra.is_file():
         config = hydra.read_text()
     return Run(
+        title=title or kept["title"] or run_dir.resolve().name,
         rows=_lines(run_dir / METRICS),
         syncs=dict(sorted(syncs.items())),
         facts=[(name, value) for name, value in kept["facts"]],

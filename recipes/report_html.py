@@ -91,25 +91,25 @@ def write_report(run_dir: Path, *, title: str = "", config: Any = None) -> Path:
     Args:
         run_dir: Has `metrics.jsonl` (one object a step: `step`, `loss`, `reward`, `time`, `sync`), and from each rank
             `syncs-rank{rank}.jsonl` (`fsdp_ipc.callbacks.MetricsFile`) where a timeline is wanted.
-        title: Heading; empty takes the directory's name.
+        title: Heading; empty takes that of an earlier report, or the directory's name.
         config: The settings: a dataclass, a mapping or text; None takes Hydra's file.
 
     Returns:
         The report.
     """
-    run = read(run_dir, config)
+    run = read(run_dir, config, title)
     pictures = draw(run)
     for name, looks in pictures.items():
         (run_dir / f"{name}.png").write_bytes(looks[Look()])
     report = run_dir / "report.html"
-    report.write_text(page(run, pictures, title or run_dir.resolve().name))
+    report.write_text(page(run, pictures))
     return report
 
 
-def page(run: Run, pictures: Mapping[str, Mapping[Look, bytes]], title: str) -> str:
+def page(run: Run, pictures: Mapping[str, Mapping[Look, bytes]]) -> str:
     """The report as HTML."""
     parts = [
-        f"<h1>{escape(title)}</h1>",
+        f"<h1>{escape(run.title)}</h1>",
         f'<p class="soft">{escape(_subtitle(run))}</p>',
         _cards(run),
         *(
@@ -140,7 +140,7 @@ def page(run: Run, pictures: Mapping[str, Mapping[Look, bytes]], title: str) -> 
     parts.append(
         f'<h2>Versions and environment</h2><div class="box"><table class="words">{rows}</table></div>'
     )
-    return _PAGE.format(title=escape(title), body="\n".join(part for part in parts if part))
+    return _PAGE.format(title=escape(run.title), body="\n".join(part for part in parts if part))
 
 
 def _subtitle(run: Run) -> str:
@@ -209,9 +209,12 @@ def _times(heading: str, rows: Sequence[StageRow]) -> str:
 def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return '<h2>Steps</h2><p class="soft">None were recorded.</p>'
-    known = ("step", "time", "sync")
-    names = [n for n in dict.fromkeys(key for row in rows for key in row) if n not in known]
-    names = sorted(names, key=lambda n: ("reward", "loss").index(n) if n in ("reward", "loss") else 2)
+    shown_apart = ("step", "reward", "loss", "time", "sync", "version")
+    keys = dict.fromkeys(key for row in rows for key in row)
+    first = [name for name in ("reward", "loss") if name in keys]
+    others = [name for name in keys if name not in shown_apart]
+    # Words last: they are long, and the table scrolls.
+    others.sort(key=lambda name: any(isinstance(row.get(name), str) for row in rows))
     stride = -(-len(rows) // _MAX_ROWS)
     shown = [row for index, row in enumerate(rows) if index % stride == 0 or index == len(rows) - 1]
     lines = []
@@ -219,14 +222,21 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
         sync = row.get("sync") or {}
         time = row.get("time") or {}
         total = time.get("total", sum(time.values()) if time else None)
-        cells = [str(row.get("step", ""))]
-        cells += [f"{row[n]:.4g}" if is_number(row.get(n)) else str(row.get(n, "–") or "–") for n in names]
-        cells.append("–" if total is None else _seconds(total))
-        cells += [_seconds(sync["seconds"]), str(sync.get("version") or "–")] if sync else ["–", "–"]
-        lines.append(_row(cells))
+        cells = [str(row.get("step", "")), *(_value(row.get(name)) for name in first)]
+        cells += ["–" if total is None else _seconds(total), _seconds(sync["seconds"]) if sync else "–"]
+        cells.append(_value(sync.get("version") if sync else None))
+        lines.append(_row([*cells, *(_value(row.get(name)) for name in others)]))
     every = f'<p class="soft">Every {stride}th of {len(rows)} steps.</p>' if stride > 1 else ""
-    head = _head(["step", *names, "time", "sync", "version"])
+    head = _head(["step", *first, "time", "sync", "version", *(name.replace("_", " ") for name in others)])
     return f'<h2>Steps</h2>{every}<div class="box"><table>{head}{"".join(lines)}</table></div>'
+
+
+def _value(value: Any) -> str:
+    if is_number(value):
+        return f"{value:.4g}"
+    # An untrained model may have said anything.
+    text = "".join(c if c.isprintable() else "·" for c in str("–" if value is None else value))
+    return text if len(text) <= 40 else text[:39] + "…"
 
 
 def _head(cells: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -45,6 +46,7 @@ def fill(folder: Path, *, ranks: int = 2, steps: int = 4, syncs: bool = True) ->
                 "step": step,
                 "reward": step / 10,
                 "loss": 1 / step,
+                "said": "\x1b<" * 30,
                 "time": {"rollouts": 0.7, "total": 1.0},
                 "sync": sync,
             }
@@ -102,6 +104,7 @@ def test_the_report_has_pictures_tables_settings_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_matplotlib()
+    monkeypatch.setattr(sys, "argv", ["job.py", "server.token=secret-0"])
     monkeypatch.setenv("VLLM_API_KEY", "secret-1")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     config = {"server": {"url": "http://me:secret-2@127.0.0.1", "token": "secret-3"}, "model": {"path": None}}
@@ -124,7 +127,7 @@ def test_the_report_has_pictures_tables_settings_and_no_secret(
     cells = [re.split(r"</td><td>", row) for row in rows]
     assert ["gather", "250 ms", "50 ms", "50%"] in cells
     assert ["whole sync", "500 ms", "100 ms", "100%"] in cells
-    assert ["4", "0.4", "0.25", "1.00 s", "100 ms", "2"] in cells
+    assert ["4", "0.4", "0.25", "1.00 s", "100 ms", "2", "·&lt;" * 19 + "·…"] in cells
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert len(text) < 2_000_000
@@ -187,13 +190,14 @@ def test_a_report_that_is_written_anew_keeps_the_jobs_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_TEST", "then")
-    write_report(fill(tmp_path))
+    write_report(fill(tmp_path), title="a job")
     monkeypatch.setenv("NCCL_TEST", "now")
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text("steps: 17\n")
     text = write_report(tmp_path).read_text()
     assert "<td>NCCL_TEST</td><td>then</td>" in text
     assert "steps: 17" in text
+    assert "<h1>a job</h1>" in text
 
 
 @pytest.mark.parametrize(
