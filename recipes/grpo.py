@@ -187,6 +187,7 @@ def run(job: GrpoJobConfig, device: torch.device, out: Path) -> None:
         report.ready(server_s := time.monotonic() - began)
         sender = stack.enter_context(sender_of(job, model, inference.client, out, report.callbacks(left)))
         pusher = Pusher(inference, job.hook, sender, report)
+        pusher.rest(Stages())
         report.pushes.append(Push.of(pusher.push(0, Stages())))
         version = 0
         for step in range(1, job.train.steps + 1):

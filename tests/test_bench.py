@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.bench import BenchConfig, _rounds, check
+from recipes.bench import BenchConfig, check
 from recipes.bench_report import chrome_trace, table
+from recipes.bench_run import _rounds
 from recipes.shapes import (
     SHAPES,
     build,

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runner import run_ranks
+
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -96,9 +98,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         yield model_dir, server.url
 
 
-def test_a_checkpoint_is_pushed_once_and_changes_what_the_server_says(
+def test_field_F13_a_checkpoint_is_pushed_and_the_server_says_what_it_says(
     served: tuple[Path, str], tmp_path: Path
 ) -> None:
+    """https://github.com/huggingface/trl/pull/3670: FSDP2 parameters that were never synced, without an error."""
     model_dir, url = served
     settings = [f"model.path={model_dir}", f"inference.url={url}", "data.max_tokens=6"]
     line = _start("recipes.push", *settings, "prompts=[ab,zz]", f"hydra.run.dir={tmp_path}")
@@ -125,6 +128,52 @@ def _greedy(model_dir: Path, prompts: list[str], num_tokens: int) -> list[str]:
                 ids = torch.cat([ids, chosen], 1)
         said.append(tokenizer.decode(ids[0, -num_tokens:], skip_special_tokens=True))
     return said
+
+
+def _readme_loop(rank: int, world_size: int, code: str, model_dir: str) -> int:
+    """The README's GRPO loop on a rank, with what it calls "yours"; the samples that it took a step on last."""
+    from recipes.config import MeshConfig
+    from recipes.mesh import layout_of
+    from recipes.models import build_model
+
+    layout = layout_of(MeshConfig(), "cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(Path(model_dir), layout, has_weights=True, seed=0, compute_dtype=torch.float32)
+
+    def token_logprobs(model: Any, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
+        ids = torch.tensor([prompt_ids + token_ids])
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
+        return logits.log_softmax(-1)[range(len(token_ids)), token_ids]
+
+    found: dict[str, Any] = {
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "rank": rank,
+        "my_prompts": lambda step, rank: [f"{step} {rank}"],
+        "reward": lambda prompt, text: float(len(text)),
+        "token_logprobs": token_logprobs,
+    }
+    exec(code, found)
+    assert found["step"] == 2
+    return len(found["batch"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the loop's helpers here are for a CPU")
+def test_the_readmes_grpo_loop_runs_as_it_stands(served: tuple[Path, str]) -> None:
+    model_dir, url = served
+    text = (ROOT / "README.md").read_text().partition("## A GRPO loop")[2]
+    code = text.partition("```python\n")[2].partition("```")[0]
+    lines = [line for line in code.splitlines() if line.strip() and not line.startswith(("import ", "from "))]
+    assert len(lines) <= 30
+    for old, new in (
+        ("http://127.0.0.1:8000", url),
+        ("range(1, 501)", "range(1, 3)"),
+        ("Qwen/Qwen3-0.6B", "policy"),
+        ('"max_tokens": 64', '"max_tokens": 8'),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    assert run_ranks(_readme_loop, _ranks(), code, str(model_dir), timeout_s=120) == [8] * _ranks()
 
 
 def test_accelerate_with_a_hook_pushes_what_it_has_learned(served: tuple[Path, str], tmp_path: Path) -> None:
