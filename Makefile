@@ -72,9 +72,10 @@ bench: $(READY) ## measure pushes of real model sizes into real servers: make be
 doctor: $(READY) ## tell what is wrong with this machine before a job starts
 	@$(PY) -m fsdp_ipc doctor $(ARGS)
 
-lint: $(READY) ## check style and formatting
+lint: $(READY) ## check style, formatting, and dependencies for known vulnerabilities
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m tests.audit
 
 format: $(READY) ## mend what `make lint` can mend by itself
 	@$(PY) -m ruff check --fix .

@@ -341,7 +341,7 @@ def _open() -> tuple[int, int]:
 
 def _leaks(before: tuple[int, int]) -> str | None:
     """What there is more of than before, at the latest after a while: threads do not end at once."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 10
     while any(now > then for now, then in zip(_open(), before, strict=True)):
         if time.monotonic() > deadline:
             return f"descriptors and threads before {before}, after {_open()}"

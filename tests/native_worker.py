@@ -103,11 +103,16 @@ class NativeWorker:
                 memory = self._buffers[row.allocation].bytes
                 seen = view(memory, row.offset, dtype_name(row.dtype), row.shape)
                 self._pending[row.name] = seen if self.late and not plan.packed else seen.clone()
+            if plan.packed and rows:
+                self.after_bucket([self._buffers[index].bytes for index in {row.allocation for row in rows}])
             control.consume(info.sync, bucket + 1)
         self.sync, self._released = info.sync, not plan.packed
 
     def before_bucket(self, bucket: int) -> None:
         """Called before a bucket is waited for."""
+
+    def after_bucket(self, memory: list[torch.Tensor]) -> None:
+        """Called with the slots of a packed bucket that was read, before the trainer hears that they are free."""
 
     def finish(self) -> None:
         time.sleep(self.delay_s if self.late else 0.0)
