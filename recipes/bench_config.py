@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from recipes.checks import check_server
 from recipes.config import ServerConfig
 from recipes.shapes import EXPERT_STYLES, shape_of
-from recipes.variants import VARIANTS
+from recipes.variants import VARIANTS, split_name
 
 EXTENSION = "recipes.worker_extension.WorkerChecks"
 
@@ -72,12 +72,13 @@ def check(config: BenchConfig) -> None:
     """
     shape_of(config.shape.name)
     choices = {
-        "variants": (config.variants, VARIANTS),
         "shape.experts": (config.shape.experts, EXPERT_STYLES),
         "dtypes": (config.dtypes, ("bfloat16", "float32")),
         "device": ([config.device], ("auto", "cuda", "cpu")),
         "urls": (list(config.urls), ("fsdp_ipc", "ipc")),
     }
+    for name in config.variants:
+        split_name(name)
     for setting, (values, allowed) in choices.items():
         for value in values:
             if value not in allowed:

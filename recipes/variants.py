@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -224,8 +225,9 @@ def make_variant(
         Unavailable: It cannot run here.
         ValueError: There is none of that name.
     """
-    if name not in VARIANTS:
-        raise ValueError(f"variant {name!r}: expected one of {', '.join(VARIANTS)}")
+    name, tuned = split_name(name)
+    if tuned is not None:
+        bucket_bytes, num_slots = tuned
     kind, _, mode = name.partition("_")
     server = "fsdp_ipc" if kind in ("ours", "file") else "ipc"
     if server not in urls:
@@ -256,6 +258,22 @@ def make_variant(
         group=group,
         rank_local_experts=mode != "everywhere",
     )
+
+
+def split_name(name: str) -> tuple[str, tuple[int, int] | None]:
+    """`ours@512x3` is `ours` with three slots of 512 MiB: the variant, and bytes and number of slots where given.
+
+    Raises:
+        ValueError: There is no such variant, or the slots are not `MiBxnumber`.
+    """
+    base, _, slots = name.partition("@")
+    found = re.fullmatch(r"(\d+)x(\d+)", slots)
+    if base not in VARIANTS or (slots and (found is None or not base.startswith("ours"))):
+        raise ValueError(
+            f"variant {name!r}: expected one of {', '.join(VARIANTS)}; those of ours may name MiB and number of their "
+            "slots, as in ours@512x3"
+        )
+    return base, (int(found[1]) << 20, int(found[2])) if found else None
 
 
 def _largest(model: nn.Module, dtype: torch.dtype) -> int:

@@ -421,6 +421,10 @@ def _sync_report(update: _Update, counts: LoadCounts, verified: VerifyCounts | N
         "reasons": counts.reasons,
     }
     if verified is not None:
-        report |= {"verified": verified.verified, "unverified": verified.unverified, "verify_s": verified.seconds}
+        report |= {
+            "verified": verified.verified,
+            "unverified": verified.unverified,
+            "verify_s": verified.seconds,
+        }
         report["verify_share"] = [verified.share, verified.num_shares]
     return report
