@@ -301,8 +301,11 @@ class _Seen:
         self._whole = [registry for registry in whole if registry]
         self._empty = [registry for registry in whole if not registry]
         self._objects = self._now()
-        self._tensors = [each for each in self._objects if isinstance(each, torch.Tensor)]
-        self._kinds = list(map(_KIND, self._tensors))
+        tensors = [each for each in self._objects if isinstance(each, torch.Tensor)]
+        self._wrapped = [t for t in tensors if isinstance(t, DTensor)]
+        self._plain = [t for t in tensors if not isinstance(t, DTensor)]
+        self._specs = [t._spec for t in self._wrapped]
+        self._dtypes, self._shapes = self._kinds()
 
     def differs(self) -> bool:
         """Whether the module holds other objects now, or the same ones with another dtype or shape."""
@@ -310,7 +313,15 @@ class _Seen:
         # `!=` on tensors would compare their elements.
         if len(now) != len(self._objects) or not all(map(operator.is_, now, self._objects)):
             return True
-        return any(self._empty) or list(map(_KIND, self._tensors)) != self._kinds
+        if any(self._empty) or not all(map(operator.is_, map(_SPEC, self._wrapped), self._specs)):
+            return True
+        dtypes, shapes = self._kinds()
+        return not all(map(operator.is_, dtypes, self._dtypes)) or shapes != self._shapes
+
+    def _kinds(self) -> tuple[list[torch.dtype], list[torch.Size]]:
+        # Of local tensors, since a DTensor's own properties take several times as long.
+        held = [*map(_LOCAL, self._wrapped), *self._plain]
+        return list(map(_DTYPE, held)), list(map(_SHAPE, held))
 
     def _now(self) -> list[Any]:
         found = list(chain.from_iterable(map(dict.values, self._whole)))
@@ -319,7 +330,8 @@ class _Seen:
         return found
 
 
-_KIND = operator.attrgetter("dtype", "shape")
+_SPEC, _LOCAL = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
+_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 
 def _check_type(name: str, tensor: torch.Tensor) -> None:

@@ -6,7 +6,9 @@ All of it happens before the server hears of a sync, so what can't work is refus
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -193,10 +195,13 @@ class Stage:
         return frozenset(set.intersection(*everybody))
 
     def _pointers(self) -> tuple[int, ...]:
+        """Where the exported tensors lie; 0 for one that no longer lies in one piece."""
         if self._plan is None:
             return ()
         held = (self._tensors[self._items[i].index] for i in self._plan.resident)
-        return tuple((t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in held)  # type: ignore[union-attr]
+        own: list[Any] = [t._local_tensor if isinstance(t, DTensor) else t for t in held]
+        whole = map(torch.Tensor.is_contiguous, own)
+        return tuple(map(operator.mul, map(torch.Tensor.data_ptr, own), whole))
 
     def _resident_tensor(self, item: int) -> torch.Tensor:
         held = self._tensors[self._items[item].index]

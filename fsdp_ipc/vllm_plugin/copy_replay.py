@@ -95,7 +95,9 @@ class CopyPlan:
 
     def holds(self) -> bool:
         """Whether every replayed tensor still is where it was."""
-        return all(_place(kept) == kept.place for kept in self._kept)
+        # vLLM's parameters would send each look at them through Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(_place(kept) == kept.place for kept in self._kept)
 
     def bind(self, epoch: str) -> None:
         """Note the allocations of this sync; copies out of others are forgotten."""
