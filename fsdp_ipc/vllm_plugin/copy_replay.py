@@ -57,6 +57,7 @@ class CopyPlan:
     headed: dict[str, set[nn.Module]] = field(default_factory=dict)
     strayed: dict[str, str] = field(default_factory=dict)
     _epoch: str | None = None
+    _reasons: Counter[str] | None = None
     _kept: list[_Kept] = field(default_factory=list)
     _bound: dict[int, _Bound] = field(default_factory=dict)
     _sources: dict[str, list[tuple[torch.Tensor, Piece]]] = field(default_factory=dict)
@@ -68,12 +69,15 @@ class CopyPlan:
         return len(self.proven)
 
     def reasons(self) -> Counter[str]:
-        """Parameters on the loader, counted by reason."""
+        """Parameters on the loader, counted by reason; counted once when all is settled."""
+        if self.learned and self._reasons is not None:
+            return self._reasons
         counts: Counter[str] = Counter()
         for kernel in self.kernels:
             verdicts = [self.verdicts[module] for module, _ in kernel.users if module in self.verdicts]
             if kernel not in self.proven and isinstance(kernel.tensor, nn.Parameter) and any(verdicts):
                 counts[next(v for v in verdicts if v)] += 1
+        self._reasons = counts
         return counts
 
     @property
@@ -121,6 +125,7 @@ class CopyPlan:
 
     def settle(self, model: nn.Module) -> None:
         """Fix what is replayed and what is not, from the verdicts."""
+        self._reasons = None
         self._spread()
         self.proven = {
             kernel: pieces
