@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fsdp_ipc.delivery import LocalDelivery, Readers, local_deliveries
+from fsdp_ipc.dtypes import dtype_name
 from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
 from fsdp_ipc.pieces import Piece, align, clusters_of, cut, cut_local, local_piece, units_of, whole_piece
 from fsdp_ipc.recipe import Emit
@@ -22,7 +23,11 @@ DEFAULT_BUCKET_BYTES = 1 << 30
 
 
 class TensorRow(NamedTuple):
-    """One checkpoint tensor as a worker finds it: bytes `[offset, offset + nbytes)` of an allocation."""
+    """One checkpoint tensor as a worker finds it: bytes `[offset, offset + nbytes)` of an allocation.
+
+    Memory of the trainer's own may be of another dtype than the tensor that is meant: `held` then names it, and the
+    worker casts to `dtype`, as the trainer would have, while it copies.
+    """
 
     name: str
     dtype: str
@@ -30,6 +35,7 @@ class TensorRow(NamedTuple):
     bucket: int
     allocation: int
     offset: int
+    held: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,7 @@ def build_plan(
         limits: What the wire and the settings ask.
         group_ranks: Global ranks of the trainer group, in group order; None if the plan is for one rank or for a look.
         resident: Indices of the items whose own memory is exported, so that they need no slot; the same on every rank.
+            Where it is held in another dtype, the rows say so.
         wanted: Which workers hold which experts, None if every worker reads everything. Experts are delivered
             rank-locally where every worker that holds one sits beside a trainer rank that owns it.
         atomic: Sets of checkpoint names that must reach the server in one bucket (a weight and its scale).
@@ -182,9 +189,13 @@ def build_plan(
             if segment.local:
                 _add_local_rows(local_rows, item, segment, local[segment.item], at)
             else:
-                dtype = str(item.wire_dtype).removeprefix("torch.")
+                dtype, held, scale = dtype_name(item.wire_dtype), "", 1.0
+                if inside is exported and item.inputs[0].dtype != item.wire_dtype:
+                    held = dtype_name(item.inputs[0].dtype)
+                    scale = item.inputs[0].dtype.itemsize / item.wire_dtype.itemsize
                 for emit, offset in zip(segment.emits, segment.emit_offsets, strict=True):
-                    rows.append(TensorRow(emit.name, dtype, emit.shape, at, segment.allocation, offset))
+                    where = (at, segment.allocation, int(offset * scale))
+                    rows.append(TensorRow(emit.name, dtype, emit.shape, *where, held))
     digest = _digest(items, limits, local, [*segments, exported], (slot_bytes, kept, allocation_bytes, ranks))
     return TransferPlan(
         buckets=tuple(Bucket(k, tuple(inside)) for k, inside in enumerate(segments)),

@@ -160,6 +160,8 @@ class WeightSender:
             key,
             limits,
             export_parameters=export_parameters,
+            # The trainer's digests are of what is sent, so a cast must have happened by then.
+            cast_on_arrival=not stock and verify == "off",
             keep_together=keep_together,
         )
         self._delivery: Delivery

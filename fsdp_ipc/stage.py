@@ -42,6 +42,7 @@ class Stage:
         key: Device key of this rank (see `handles.device_key`).
         limits: What the wire and the settings ask of a plan.
         export_parameters: Whether memory that needs no gather and no cast is exported as it is.
+        cast_on_arrival: Whether memory that needs no gather but a cast is exported, too, and the worker casts.
         keep_together: Sets of checkpoint names that must lie in one bucket.
     """
 
@@ -54,6 +55,7 @@ class Stage:
         limits: PlanLimits,
         *,
         export_parameters: bool,
+        cast_on_arrival: bool = False,
         keep_together: Sequence[Collection[str]] = (),
     ) -> None:
         self._keep_together = tuple(frozenset(names) for names in keep_together)
@@ -61,6 +63,7 @@ class Stage:
         self._export_parameters = (
             export_parameters and device.type == "cuda" and not expandable_segments_requested()
         )
+        self._cast_on_arrival = cast_on_arrival
         self._own_items: tuple[StreamItem, ...] = ()
         self._items: tuple[StreamItem, ...] = ()
         self._wanted: HeldExperts | ExpertPlacement | None = None
@@ -181,7 +184,7 @@ class Stage:
         self.num_tensors, self.wire_bytes, self.resident_bytes = counts
 
     def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
-        """Items whose memory every rank can export as it is: whole, in wire dtype, contiguous, on the device."""
+        """Items whose memory every rank can export as it is: whole, contiguous, on the device, in a dtype that will do."""
         if not self._export_parameters:
             return frozenset()
         mine = {
@@ -189,7 +192,7 @@ class Stage:
             for i, item in enumerate(items)
             if item.is_direct
             and item.inputs[0].layout.kind == "whole"
-            and _exportable(tensors[item.index], item, self._device)
+            and _exportable(tensors[item.index], item, self._device, cast=self._cast_on_arrival)
         }
         everybody = self._group.gather_objects(mine, "plan")
         return frozenset(set.intersection(*everybody))
@@ -241,13 +244,18 @@ class Stage:
             )
 
 
-def _exportable(held: Held, item: StreamItem, device: torch.device) -> bool:
+_CAST_ON_ARRIVAL = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
+"""Held and wire dtype: what the worker's kernel rounds as torch does."""
+
+
+def _exportable(held: Held, item: StreamItem, device: torch.device, *, cast: bool) -> bool:
     if not isinstance(held, torch.Tensor):
         return False
     local = local_of(held)
     return (
         local.device == device
-        and local.dtype == item.wire_dtype
+        and local.dtype == item.inputs[0].dtype
+        and (local.dtype == item.wire_dtype or (cast and (local.dtype, item.wire_dtype) in _CAST_ON_ARRIVAL))
         and local.is_contiguous()
         and local.numel() > 0
         and tuple(local.shape) == item.inputs[0].shape

@@ -272,6 +272,23 @@ def test_atomic_sets_stay_in_one_bucket() -> None:
         build_plan(fused, PlanLimits(bucket_bytes=512), atomic=[(pair[0], "mlp.experts.1.up_proj.weight")])
 
 
+def test_exported_memory_of_another_dtype_is_named_with_offsets_in_its_own_elements() -> None:
+    name, shape = "mlp.experts.gate_up_proj", (2, 8, 16)
+    spec = TensorSpec(name, shape, torch.float32, torch.bfloat16, WHOLE)
+    fused = [StreamItem((spec,), unfuse(name, shape, HALVES), 0)]
+    staged, exported = build_plan(fused, PlanLimits()), build_plan(fused, PlanLimits(), resident=[0])
+    assert {row.dtype for row in (*staged.rows, *exported.rows)} == {"bfloat16"}
+    assert {row.held for row in staged.rows} == {""}
+    assert {row.held for row in exported.rows} == {"float32"}
+    assert [row.offset for row in exported.rows] == [2 * row.offset for row in staged.rows]
+    memory = torch.arange(2 * 8 * 16, dtype=torch.float32).view(shape)
+    for row in exported.rows:
+        first = row.offset // 4
+        found = memory.view(-1)[first : first + row.shape[0] * row.shape[1]].view(row.shape)
+        expert, kind = int(row.name.split(".")[2]), row.name.split(".")[3]
+        assert torch.equal(found, memory[expert, :4] if kind == "gate_proj" else memory[expert, 4:])
+
+
 def test_the_digest_sees_every_difference() -> None:
     base = [("a", (4, 6), torch.float32), ("b", (4, 6), torch.float32)]
     variants = [

@@ -124,6 +124,33 @@ def test_unpacked_gives_what_a_fresh_load_gives(served: dict[str, Any], engine: 
             _assert_serves(served, seed)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+def test_masters_in_the_trainers_memory_are_cast_on_the_way(
+    served: dict[str, Any], engine: Any, packed: bool
+) -> None:
+    def masters(seed: int) -> Layout:
+        # A quarter of a unit in the last place away, in both directions: neither cut off nor copied they come out right.
+        named = [
+            (name, tensor.float() * (1 + (-1) ** number * 2.0**-10))
+            for number, (name, tensor) in enumerate(_named(served, seed))
+        ]
+        layout = packed_layout(named, num_buckets=3) if packed else unpacked_layout(named)
+        for row in layout.plan["tensors"]:
+            row += ["float32"]
+            row[1] = "bfloat16"
+        return layout
+
+    with HandTrainer(EngineRoutes(engine)) as trainer:
+        trainer.connect()
+        for seed in (2, 3, 2):
+            (report,) = trainer.send(masters(seed))
+            _assert_serves(served, seed)
+        assert report is not None
+        assert report["replayed_params"] > 0
+        trainer.send(packed_layout(_named(served, 3), num_buckets=2))
+        _assert_serves(served, 3)
+
+
 def test_plans_and_memory_can_change_between_syncs(served: dict[str, Any], engine: Any) -> None:
     with HandTrainer(EngineRoutes(engine)) as trainer:
         trainer.connect()

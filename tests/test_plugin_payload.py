@@ -199,6 +199,29 @@ def test_bad_rows_name_the_tensor_and_the_column(column: int, value: object, wor
         Plan.from_json(plan)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "held"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "uint8"), ("float32", "float32"), ("float8_e4m3fn", "float32")]
+    + [("bfloat16", odd) for odd in (7, None, "", "storage", ["float32"])],
+)
+def test_only_floats_of_more_bits_are_cast_on_arrival(dtype: str, held: object) -> None:
+    plan = _plan()
+    plan["tensors"][0][1] = dtype
+    plan["tensors"][0].append(held)
+    with pytest.raises(ValueError, match=r"plan\.tensors\[0\].*held: expected float32"):
+        Plan.from_json(plan)
+
+
+def test_what_is_cast_on_arrival_is_bounded_by_its_size_in_memory() -> None:
+    plan = _plan()
+    plan["tensors"][0][1:3] = ["bfloat16", [4, 3]]
+    plan["tensors"][0].append("float32")
+    (row, *_) = Plan.from_json(plan).tensors
+    assert (row.nbytes, row.dtype, row.held) == (48, torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="needs bytes"):
+        check_bounds([[row]], [row.offset + 47])
+
+
 def test_names_must_be_unique_for_each_worker() -> None:
     plan = _plan()
     plan["local"]["cpu:host:0"].append(["a.weight", "bfloat16", [4, 3], 0, 0, 0])

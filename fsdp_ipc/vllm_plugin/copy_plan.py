@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -62,6 +62,7 @@ class CopyPlanLoader:
         self.model_config = model_config
         self.examined = False
         """Whether the names of the sync were shown beforehand to fill every parameter."""
+        self.casts: Mapping[str, torch.dtype] = {}
         self._reload = reload or (lambda part, seen: LayerwiseLoader(part, model_config, on_incoming=seen))
         self._plan: CopyPlan | None = None
         self._inner: WeightLoader | None = None
@@ -105,7 +106,7 @@ class CopyPlanLoader:
             self._lesson = Lesson(self.model, plan)
         self._inner = self._reload(part, self._lesson.recorder.incoming if self._lesson else None)
         if isinstance(self._inner, LayerwiseLoader):
-            self._inner.examined = self.examined
+            self._inner.examined, self._inner.casts = self.examined, self.casts
         self._inner.start(plan_key)
         if self._lesson is not None:
             self._lesson.recorder.expect(part.modules())
@@ -120,7 +121,7 @@ class CopyPlanLoader:
         """
         plan = self._opened()
         self._num_tensors += len(tensors)
-        rest = plan.replay(bucket, tensors) if plan.learned else tensors
+        rest = plan.replay(bucket, tensors, self.casts) if plan.learned else tensors
         if rest and self._inner is not None:
             with self._watched():
                 # A watched sync hands out copies, so that memory which outlives the reload shows who keeps it.

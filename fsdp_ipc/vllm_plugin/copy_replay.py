@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -110,15 +110,22 @@ class CopyPlan:
             self._epoch = epoch
 
     @torch.no_grad()
-    def replay(self, bucket: int, tensors: NamedTensors) -> NamedTensors:
+    def replay(
+        self, bucket: int, tensors: NamedTensors, casts: Mapping[str, torch.dtype] | None = None
+    ) -> NamedTensors:
         """Queue a bucket's copies.
+
+        Args:
+            bucket: Its number.
+            tensors: Its tensors, as they lie in the trainer's memory.
+            casts: By name, the dtype to which a tensor is cast on the way.
 
         Returns:
             The tensors that the loader must get.
         """
         bound = self._bound.get(bucket)
         if bound is None or bound.tensors is not tensors:
-            bound = self._bound[bucket] = self._bind_bucket(bucket, tensors)
+            bound = self._bound[bucket] = self._bind_bucket(bucket, tensors, casts or {})
         for copy in bound.copies:
             copy()
         return bound.rest
@@ -182,9 +189,10 @@ class CopyPlan:
                 chosen.add(attention)
         return [module for module in model.modules() if module in chosen]
 
-    def _bind_bucket(self, bucket: int, tensors: NamedTensors) -> _Bound:
+    def _bind_bucket(self, bucket: int, tensors: NamedTensors, casts: Mapping[str, torch.dtype]) -> _Bound:
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         rest = []
+        twice: list[Callable[[], object]] = []
         for name, tensor in tensors:
             for live, piece in self._sources.get(name, ()):
                 into, out_of = piece.target.view_of(live.data), piece.source.view_of(tensor)
@@ -192,6 +200,11 @@ class CopyPlan:
                 if alike:
                     into = into.as_strided((into.numel(),), (1,))
                     out_of = out_of.as_strided((out_of.numel(),), (1,))
+                wire = casts.get(name, out_of.dtype)
+                if wire != out_of.dtype != into.dtype != wire:
+                    # Into a third dtype, a copy would round once where the trainer's way rounds twice.
+                    twice.append(partial(_cast_twice, into, out_of, wire))
+                    continue
                 # One odd pair would take the whole list off the fast path, so the kinds are kept apart.
                 pair = groups.setdefault((into.dtype, out_of.dtype, into.device, alike), ([], []))
                 pair[0].append(into)
@@ -201,9 +214,9 @@ class CopyPlan:
                 or name in self.strayed
             ):
                 rest.append((name, tensor))
-        copies: list[Callable[[], object]] = []
-        for (to, of, _, alike), (targets, sources) in groups.items():
-            batched = batched_copy(targets, sources) if alike and to is of else None
+        copies = twice
+        for (_, _, _, alike), (targets, sources) in groups.items():
+            batched = batched_copy(targets, sources) if alike else None
             copies.append(batched or partial(_copy_all, targets, sources))
         if bucket == 0 and self._constants[0]:
             copies.append(partial(_copy_all, *self._constants))
@@ -250,6 +263,10 @@ def kernels_of(model: nn.Module) -> list[Kernel]:
 
 def _copy_all(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
     torch._foreach_copy_(into, out_of)
+
+
+def _cast_twice(into: torch.Tensor, out_of: torch.Tensor, wire: torch.dtype) -> None:
+    into.copy_(out_of.to(wire))
 
 
 def _place(kept: _Kept) -> tuple[Any, ...]:

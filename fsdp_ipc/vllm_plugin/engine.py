@@ -81,6 +81,7 @@ class _KnownPlan:
 
     buckets: list[list[TensorRow]]
     packed: bool
+    casts: dict[str, torch.dtype]
     examined: bool = False
     views: list[list[tuple[str, torch.Tensor]]] | None = None
 
@@ -263,7 +264,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         views = self._views(session, info, plan)
         if self._loader is None or self._loader.model is not self.model:
             self._loader = self._make_loader()
-        self._loader.examined = plan.examined
+        self._loader.examined, self._loader.casts = plan.examined, plan.casts
         update = self._update = _Update(sync=info.sync, loader=self._loader)
         if info.digests is not None:
             update.verified_buckets = plan.buckets
@@ -311,7 +312,9 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             if known is None:
                 raise ValueError(f"fsdp_ipc: unknown plan {info.plan_digest}; send the plan along.")
             return known
-        known = _KnownPlan(buckets=info.plan.buckets_for(session.device), packed=info.plan.packed)
+        buckets = info.plan.buckets_for(session.device)
+        casts = {row.name: row.dtype for rows in buckets for row in rows if row.held != row.dtype}
+        known = _KnownPlan(buckets=buckets, packed=info.plan.packed, casts=casts)
         known.examined = completeness.check(self.model, known.buckets, vllm_config=self.vllm_config)
         session.plans.pop(info.plan_digest, None)
         session.plans[info.plan_digest] = known
@@ -405,7 +408,7 @@ def _handles_for(
 
 
 def _view(row: TensorRow, buffers: list[OpenedBuffer]) -> torch.Tensor:
-    return buffers[row.allocation].bytes[row.offset : row.offset + row.nbytes].view(row.dtype).view(row.shape)
+    return buffers[row.allocation].bytes[row.offset : row.offset + row.nbytes].view(row.held).view(row.shape)
 
 
 def _sync_report(update: _Update, counts: LoadCounts, verified: VerifyCounts | None) -> dict[str, Any]:

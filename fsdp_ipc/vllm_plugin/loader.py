@@ -12,7 +12,7 @@ parameters behind, so a parameter's bits prove nothing there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -55,10 +55,12 @@ class WeightLoader(Protocol):
     Attributes:
         model: The model that is loaded.
         examined: Set by the engine before `start`: whether the names were shown to fill every parameter.
+        casts: Set by the engine before `start`: by name, the dtype to which a tensor must be cast first.
     """
 
     model: nn.Module
     examined: bool
+    casts: Mapping[str, torch.dtype]
 
     def start(self, plan_key: str) -> None:
         """Open an update. Equal keys mean the same names at the same addresses as last time."""
@@ -94,6 +96,7 @@ class LayerwiseLoader:
         self.model_config = model_config
         self.examined = False
         """Whether `completeness.examine` proved beforehand that the names sent fill every parameter."""
+        self.casts: Mapping[str, torch.dtype] = {}
         self._on_incoming = on_incoming
         self._cpu = CpuReload(model)
         self._open = False
@@ -126,7 +129,10 @@ class LayerwiseLoader:
 
     def _handed_over(self, tensors: NamedTensors, keep_alive: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            handed = tensor if keep_alive else tensor.clone()
+            if name in self.casts:
+                handed = tensor.to(self.casts[name])
+            else:
+                handed = tensor if keep_alive else tensor.clone()
             if self._on_incoming is not None:
                 self._on_incoming(name, handed)
             yield name, handed

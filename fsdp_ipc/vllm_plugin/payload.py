@@ -40,6 +40,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     )
     if hasattr(torch, name)
 }
+
+_CAST_FROM = frozenset({torch.float32})
+_CAST_TO = frozenset({torch.bfloat16, torch.float16})
 """Wire dtypes by the name that travels, which is torch's name without the module."""
 
 MAX_ROWS = 4_000_000
@@ -112,7 +115,10 @@ class InitInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Where one named tensor lies: allocation, byte offset, and the bucket with which it becomes complete."""
+    """Where one named tensor lies: allocation, byte offset, and the bucket with which it becomes complete.
+
+    Its memory holds elements of dtype `held`, which is `held_name` or, without one, `dtype`; they are cast on the way.
+    """
 
     name: str
     dtype: torch.dtype
@@ -120,11 +126,16 @@ class TensorRow:
     bucket: int
     allocation: int
     offset: int
+    held_name: str = ""
+    held: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "held", getattr(torch, self.held_name) if self.held_name else self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the dense tensor where it lies."""
+        return math.prod(self.shape) * self.held.itemsize
 
 
 @dataclass(frozen=True)
@@ -286,9 +297,10 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
     rows = []
     for index, row in enumerate(_array(obj, where, MAX_ROWS)):
         at = f"{where}[{index}]"
-        if not isinstance(row, list) or len(row) != 6:
+        if not isinstance(row, list) or len(row) not in (6, 7):
             raise ValueError(
-                f"{at}: expected [name, dtype, shape, bucket, allocation, offset], got {_shown(row)}"
+                f"{at}: expected [name, dtype, shape, bucket, allocation, offset] and perhaps the dtype in memory, "
+                f"got {_shown(row)}"
             )
         name = _text(row[0], f"{at}.name", MAX_NAME)
         if not name or not name.isprintable():
@@ -300,15 +312,16 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
         shape = tuple(
             _integer(dim, f"{at}.shape", 0, MAX_BYTES) for dim in _array(row[2], f"{at}.shape", MAX_DIMS)
         )
-        nbytes = dtype.itemsize
+        held = dtype if len(row) == 6 else _held_dtype(row[6], dtype, at)
+        nbytes = held.itemsize
         for dim in shape:
             nbytes *= dim
             if nbytes > MAX_BYTES:
                 raise ValueError(f"{at}.shape: {list(shape)} is more than {MAX_BYTES} bytes")
         offset = _integer(row[5], f"{at}.offset", 0, MAX_BYTES)
-        if offset % dtype.itemsize:
+        if offset % held.itemsize:
             raise ValueError(
-                f"{at}.offset: {offset} is not a multiple of the {dtype.itemsize}-byte elements of {row[1]}"
+                f"{at}.offset: {offset} is not a multiple of the {held.itemsize}-byte elements in memory"
             )
         rows.append(
             TensorRow(
@@ -318,6 +331,7 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
                 bucket=_integer(row[3], f"{at}.bucket", 0, num_buckets - 1),
                 allocation=_integer(row[4], f"{at}.allocation", 0, MAX_ROWS),
                 offset=offset,
+                held_name=row[6] if len(row) == 7 else "",
             )
         )
     return tuple(rows)
@@ -335,6 +349,14 @@ def _digest_files(obj: object) -> Mapping[str, str] | None:
         if not _CONTROL_FILE.fullmatch(name) or name.startswith("."):
             raise ValueError(f"{where}: expected a plain file name, got {_shown(name)}")
     return files
+
+
+def _held_dtype(obj: object, dtype: torch.dtype, at: str) -> torch.dtype:
+    """The dtype in memory of a tensor that is cast on arrival: from a wider floating dtype only."""
+    held = DTYPES.get(obj) if isinstance(obj, str) else None
+    if held not in _CAST_FROM or dtype not in _CAST_TO:
+        raise ValueError(f"{at}.held: expected float32 to be cast to bfloat16 or float16, got {_shown(obj)}")
+    return held
 
 
 def _handle(obj: object, where: str, device: str) -> IpcHandle:

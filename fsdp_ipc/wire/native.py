@@ -28,6 +28,7 @@ from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.plan import TensorRow
 from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.verify import SentVerifier
@@ -365,13 +366,17 @@ class NativeDelivery:
 def _plan_json(stage: Stage, keys: Sequence[str]) -> dict[str, Any]:
     plan = stage.plan
     return {
-        "tensors": [list(row) for row in plan.rows],
+        "tensors": [_row_json(row) for row in plan.rows],
         "num_buckets": plan.num_buckets,
         "packed": plan.packed,
         "local": {
-            key: [list(r) for r in rows] for key, rows in zip(keys, plan.local_rows, strict=True) if rows
+            key: [_row_json(r) for r in rows] for key, rows in zip(keys, plan.local_rows, strict=True) if rows
         },
     }
+
+
+def _row_json(row: TensorRow) -> list[Any]:
+    return list(row) if row.held else list(row[:-1])
 
 
 def _check_devices(keys: Sequence[str], group: TrainerGroup) -> None:
