@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -173,9 +173,24 @@ class Fleet:
         """The end of a server's log."""
         return "\n" + "\n".join(f"  | {line}" for line in log_tail(self._servers[name].log_path, lines))
 
+    def processes(self, name: str) -> list[int]:
+        """All processes of a server, its guard left out."""
+        return session_below(self._servers[name]._guard.pid)
+
     def stop(self, name: str) -> None:
         """Stop one."""
         self._servers.pop(name).close()
+
+
+def session_below(guard: int) -> list[int]:
+    """The processes of the session that the guard of a server has started."""
+    stats = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                stats[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
+    leaders = {pid for pid, fields in stats.items() if int(fields[1]) == guard}
+    return [pid for pid, fields in stats.items() if int(fields[3]) in leaders and fields[0] != "Z"]
 
 
 def missing_gpu(device: str) -> str | None:

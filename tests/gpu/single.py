@@ -143,7 +143,7 @@ def correct(options: argparse.Namespace, out: Path, clock: Clock, results: Resul
 
 
 def faults(options: argparse.Namespace, out: Path, clock: Clock, results: Results) -> None:
-    """Memory over many pushes and after close, expandable segments, a broken consumer, a sleeping server."""
+    """Memory over many pushes and after close, expandable segments, a broken consumer, a sleeping and a killed server."""
     on_gpu = options.device == "cuda"
     shape = "small" if on_gpu else "toy"
     backends = ("fsdp_ipc", "ipc") if on_gpu else ("fsdp_ipc",)
@@ -167,7 +167,7 @@ def faults(options: argparse.Namespace, out: Path, clock: Clock, results: Result
                 name = f"{backend} {'packed' if packed else 'unpacked'}"
                 for dtype in ("bfloat16", "float32"):
                     one = {**base, "packed": packed, "dtype": dtype, "name": f"{name} {dtype}"}
-                    plain.append({**one, "kind": "push_exact", "pushes": 200 if dtype == "bfloat16" else 60})
+                    plain.append({**one, "kind": "push_exact", "pushes": 200 if dtype == "bfloat16" else 0})
                     plain.append({**one, "kind": "freed"})
                     expandable.append(
                         {**one, "kind": "push_exact", "name": f"expandable segments {one['name']}"}
@@ -189,6 +189,21 @@ def faults(options: argparse.Namespace, out: Path, clock: Clock, results: Result
             run_tasks("expandable", expandable, options, out, clock, results, ranks=1, env=conf)
             for task in sleepy_tasks:
                 run_tasks(task["name"].replace(" ", "-"), [task], options, out, clock, results, ranks=1)
+        # Last, because it takes the servers along.
+        killed = [
+            {
+                "kind": "server_killed",
+                "name": f"{backend} server killed",
+                "shape": shape,
+                "backend": backend,
+                "url": urls.get(backend),
+                "dtype": "float32",  # which is cast into staging, so that there are several buckets
+                "bucket_bytes": (64 << 20) if on_gpu else 100_000,
+                "pids": fleet.processes(backend),
+            }
+            for backend in backends
+        ]
+        run_tasks("killed", killed, options, out, clock, results, ranks=1)
 
 
 def checkpoints(shapes: dict[str, str], out: Path) -> dict[str, Path]:

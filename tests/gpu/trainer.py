@@ -421,6 +421,9 @@ TASKS: dict[str, Callable[[Job, dict[str, Any]], None]] = {
 
 def main(argv: list[str]) -> int:
     """Run the tasks of the file that `argv` names."""
+    from tests.gpu.faults import FAULT_TASKS  # which builds on this module
+
+    tasks = TASKS | FAULT_TASKS
     spec = json.loads(Path(argv[0]).read_text())
     rank = int(os.environ.get("RANK", "0"))
     clock = Clock(spec.get("budget_s", 300))
@@ -434,7 +437,7 @@ def main(argv: list[str]) -> int:
         job = Job(device, results, spec["replicas"])
         for task in spec["tasks"]:
             try:
-                TASKS[task["kind"]](job, task)
+                tasks[task["kind"]](job, task)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"[:1500]
                 if results is not None:
