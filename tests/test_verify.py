@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_ipc import WeightSyncError
+from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, WeightSender, WeightSyncError
 from fsdp_ipc.digest_file import DigestFile
+from fsdp_ipc.experts import HALVES
+from fsdp_ipc.naming import naming_for
 from fsdp_ipc.verify import SAMPLE_SHARES, SentVerifier
 from fsdp_ipc.vllm_plugin.payload import TensorRow
 from fsdp_ipc.vllm_plugin.verify import LiveVerifier, VerificationError
@@ -36,8 +38,9 @@ from tests.test_copy_plan import (
     vocab,
 )
 from tests.test_digest import by_definition
+from tests.test_rank_local_experts import _sharded as sharded_experts
 from tests.toy import build, make_sender, shard, step
-from tests.verifying_worker import VerifyingWorker, toy_model
+from tests.verifying_worker import HoldingWorker, VerifyingWorker, toy_model
 
 CPU = torch.device("cpu")
 
@@ -369,3 +372,42 @@ def test_staging_memory_is_not_kept_alive() -> None:
     with FakeServer(backend="fsdp_ipc", workers=_workers()) as server:
         for gone in run_ranks(_push_and_look_at_memory, 2, server.url):
             assert gone == [True] * 4
+
+
+def _push_experts(rank: int, world: int, url: str) -> Any:
+    model = sharded_experts(rank, world, "linear")
+    source = DTensorSource(model, dtype=torch.bfloat16, naming=naming_for(model, experts=HALVES))
+    texts, reports = [], []
+    with WeightSender(source, HTTPWeightSyncClient(url), bucket_bytes=1000, verify="full") as sender:
+        reports.append(sender.send(0).worker)
+        if rank == 1:
+            # One expert that only this rank's worker reads.
+            local = sender._stage.plan.local_rows[1][0]
+            digest = SentVerifier.digest
+
+            def flip_afterwards(self: SentVerifier, bucket: int) -> None:
+                digest(self, bucket)
+                if bucket == local.bucket:
+                    sender._stage.memory[local.allocation][local.offset] ^= 1
+
+            SentVerifier.digest = flip_afterwards  # type: ignore[method-assign]
+            texts.append(local.name)
+        with pytest.raises(WeightSyncError) as caught:
+            sender.send(1)
+        texts.append(str(caught.value))
+    return reports, texts
+
+
+def test_experts_that_one_worker_reads_are_compared_there() -> None:
+    workers = [
+        HoldingWorker(index, experts={f"layers.{n}.mlp.experts": list(own) for n in range(2)})
+        for index, own in enumerate([range(4), range(4, 8)])
+    ]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        (reports, (said,)), (_, (name, same)) = run_ranks(_push_experts, 2, server.url)
+        assert server.published == ["0"]
+    assert reports[0]["verified"] == reports[0]["num_tensors"]
+    assert reports[0]["unverified"] == {}
+    assert said == same
+    assert "worker 1 (cpu:" in said
+    assert f"1 of {reports[0]['num_tensors']} digests differ: {name!r} (sent" in said

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fsdp_ipc.vllm_plugin.copy_layout import Layout
+from fsdp_ipc.vllm_plugin.copy_memory import Piece
 from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
 from fsdp_ipc.vllm_plugin.payload import UpdateInfo, parse_update
 from fsdp_ipc.vllm_plugin.verify import LiveVerifier
@@ -58,14 +60,9 @@ class VerifyingWorker(NativeWorker):
         info = self._info
         assert info is not None
         assert self._control is not None
-        self.loader.start(f"{info.plan_digest}:{info.sync}")
-        self.loader.load(0, list(self.weights.items()), keep_alive=False)
-        self.loader.finish()
-        if self.tamper is not None:
-            self.tamper(self.model)
+        basis, landed = self._load(info)
         if info.digests is None:
             return
-        basis, landed = self.loader.where()
         who = f"worker {self.index} ({self._endpoint.device})"
         try:
             counts = self._verifier.check(info.sync, self._buckets[info.plan_digest], basis, landed, who)
@@ -84,10 +81,35 @@ class VerifyingWorker(NativeWorker):
         )
         self._control.write_report(self.reports[-1])
 
+    def _load(self, info: UpdateInfo) -> tuple[object, Callable[[str], Any]]:
+        """Load what was read; where it lies afterwards."""
+        self.loader.start(f"{info.plan_digest}:{info.sync}")
+        self.loader.load(0, list(self.weights.items()), keep_alive=False)
+        self.loader.finish()
+        if self.tamper is not None:
+            self.tamper(self.model)
+        return self.loader.where()
+
     def close(self) -> None:
         """Give everything back."""
         super().close()
         self._verifier.close()
+
+
+class HoldingWorker(VerifyingWorker):
+    """A `VerifyingWorker` without a model: what it read is what it holds, whatever the names."""
+
+    def __init__(self, index: int, **settings: Any) -> None:
+        super().__init__(index, Model(), **settings)
+
+    def _load(self, info: UpdateInfo) -> tuple[object, Callable[[str], Any]]:
+        """Nothing to load."""
+        return self.weights, self._landed
+
+    def _landed(self, name: str) -> list[tuple[torch.Tensor, Piece]]:
+        tensor = self.weights[name]
+        whole = Layout.of(tensor)
+        return [(tensor, Piece(name=name, source=whole, target=whole, dtype=tensor.dtype))]
 
 
 def toy_model(width: int = 13, dtype: torch.dtype = torch.bfloat16) -> Model:
