@@ -115,7 +115,7 @@ def read(run_dir: Path, config: Any = None, title: str = "") -> Run:
     if config is None and hydra.is_file():
         config = hydra.read_text()
     return Run(
-        title=title or kept["title"] or run_dir.resolve().name,
+        title=title or kept.get("title") or run_dir.resolve().name,
         rows=_lines(run_dir / METRICS),
         syncs=dict(sorted(syncs.items())),
         facts=[(name, value) for name, value in kept["facts"]],
