@@ -268,9 +268,28 @@ def test_module_without_parameters() -> None:
         DTensorSource(nn.ReLU())
 
 
-def test_time_outs_must_grow_outwards() -> None:
-    with pytest.raises(ValueError, match="time-outs must grow outwards"):
-        Timeouts(request_s=30, transfer_s=20, control_s=60)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"request_s": 30, "transfer_s": 20, "control_s": 60},
+            "transfer_s=20 s is not more than request_s=30 s",
+        ),
+        (
+            {"request_s": 30, "transfer_s": 40, "control_s": 40},
+            "control_s=40 s is not more than transfer_s=40 s",
+        ),
+        ({"request_s": 400}, "Raise transfer_s above 400, or lower request_s"),
+        ({"request_s": 0}, "request_s=0: expected seconds, more than 0"),
+        ({"control_s": float("nan")}, "control_s=nan: expected seconds"),
+        ({"control_s": float("inf")}, "control_s=inf: expected seconds"),
+        ({"transfer_s": "330"}, "transfer_s='330': expected seconds"),
+    ],
+)
+def test_time_outs_must_grow_outwards(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Timeouts(**settings)
+    assert words in str(caught.value)
 
 
 def _raises(make: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -36,11 +37,17 @@ class Timeouts:
     control_s: float = 360.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.request_s < self.transfer_s < self.control_s:
-            raise ValueError(
-                f"time-outs must grow outwards: 0 < request_s={self.request_s:g} < transfer_s={self.transfer_s:g} < "
-                f"control_s={self.control_s:g} does not hold"
-            )
+        for name in ("request_s", "transfer_s", "control_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: expected seconds, more than 0")
+        for inner, outer in (("request_s", "transfer_s"), ("transfer_s", "control_s")):
+            shorter, longer = getattr(self, inner), getattr(self, outer)
+            if longer <= shorter:
+                raise ValueError(
+                    f"time-outs must grow outwards: {outer}={longer:g} s is not more than {inner}={shorter:g} s, so it would "
+                    f"fire first and hide the cause. Raise {outer} above {shorter:g}, or lower {inner}"
+                )
 
 
 class Delivery(Protocol):
