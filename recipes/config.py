@@ -251,7 +251,8 @@ class GrpoConfig:
     Attributes:
         prompts: Prompts a step, over all ranks.
         samples: Completions a prompt, whose rewards are compared with each other.
-        temperature: Of the sampling, at which log-probabilities are taken too.
+        temperature: Of the sampling, at which log-probabilities are taken too. Other than 1, a server that the job only finds
+            must run with `--logprobs-mode processed_logprobs`; one that it starts does.
         epochs: Passes over the rollouts of a step, an optimizer step each.
         clip_low: How far below 1 the ratio of the probabilities counts.
         clip_high: How far above 1.

@@ -180,6 +180,8 @@ def run(job: GrpoJobConfig, device: torch.device, out: Path) -> None:
         metrics = stack.enter_context(Metrics(out, active=is_first and job.logger.metrics))
         left = out if job.logger.metrics else None
         model_dir = model_dir_on_all(job, out)
+        if job.grpo.temperature != 1:  # vLLM else tells the log-probabilities of before it
+            job.inference.extra_args = ["--logprobs-mode", "processed_logprobs", *job.inference.extra_args]
         inference = start_servers(job.inference, model_dir, out, stack, report, device)
         model = model_of(job, model_dir, layout)
         learner, sampler = Learner(model, job, layout, device), Sampler(inference, job, layout, task)

@@ -302,21 +302,17 @@ def test_a_typo_or_a_wrong_type_is_told_with_its_key(override: str, words: list[
 
 
 def test_a_typo_ends_the_job_before_anything_is_started(tmp_path: Path) -> None:
-    """Also one in a YAML file of one's own, which is laid over the schema as the others are."""
-    own = tmp_path / "optim"
-    own.mkdir()
-    (own / "mine.yaml").write_text("learning_rate: 1.0\n")
-    for settings, word in (
-        (["train.stepz=3"], "stepz"),
-        ([f"hydra.searchpath=[file://{tmp_path}]", "optim=mine"], "learning_rate"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "recipes.grpo", *settings, f"hydra.run.dir={tmp_path}/run"],
-            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode != 0
-        assert word in done.stderr
-        assert not (tmp_path / "run").exists()
+    """Here in a YAML file of one's own, which is laid over the schema as the others are."""
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("learning_rate: 1.0\n")
+    settings = [f"hydra.searchpath=[file://{tmp_path}]", "optim=mine", f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.grpo", *settings],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "'learning_rate' not in 'OptimConfig'" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_field_F1_other_ranks_write_no_hydra_files() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,56 @@ def test_stages_are_told_by_their_medians_after_the_first_step() -> None:
     rows = [{"time": {"sync": value, "total": 10.0}} for value in (9.0, 1.0, 3.0, 2.0)]
     assert stage_medians(rows) == {"sync": 2.0, "total": 10.0}
     assert stage_medians(rows[:1]) == {"sync": 9.0, "total": 10.0}
+
+
+def _two_nodes(rank: int, world_size: int, folder: str) -> tuple[list[str], str]:
+    """Ranks that believe to be alone on their node: what is started, and two refusals."""
+    from contextlib import ExitStack
+
+    from recipes import inference
+    from recipes.config import ServerConfig
+    from recipes.ranks import check_ranks, on_each_node
+    from recipes.report import Report
+
+    started = []
+
+    class Server:
+        def __init__(self, model_dir: Path, *, num_replicas: int, log_path: Path, **_: Any) -> None:
+            started.append((num_replicas, log_path.name))
+            self.url, self.log_path = f"http://node{rank}:1", log_path
+
+        def close(self) -> None: ...
+
+    inference.Server = Server
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    told = []
+
+    def start(config: ServerConfig) -> inference.Inference:
+        with ExitStack() as stack, Report(steps=1, active=False) as report:
+            return inference.start_servers(
+                config, Path("/m"), Path(folder), stack, report, torch.device("cpu")
+            )
+
+    def fail() -> None:
+        raise ValueError(f"node {rank} is full")
+
+    for refused in (
+        lambda: start(ServerConfig()),
+        lambda: on_each_node(fail),
+        lambda: check_ranks(8),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            refused()
+        told.append(str(caught.value))
+    found = start(ServerConfig(host="0.0.0.0", allow_remote=True))
+    assert started == [(1, "server.log" if rank == 0 else "server-rank1.log")]
+    assert "inference.allow_remote=true" in told[0]
+    assert "--nproc-per-node 8" in told[2]
+    return found.urls, told[1]
+
+
+def test_each_node_starts_a_server_and_all_ranks_know_all_of_them(tmp_path: Path) -> None:
+    first, second = run_ranks(_two_nodes, 2, str(tmp_path))
+    assert first[0] == second[0] == ["http://node0:1", "http://node1:1"]
+    assert first[1] == "node 0 is full"
+    assert second[1] == "node 1 is full"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,44 @@ def test_the_servers_command_line(on_gpu: bool) -> None:
     assert json.loads(options["--weight-transfer-config"]) == {"backend": "fsdp_ipc"}
     assert ("--gpu-memory-utilization" in argv) == on_gpu
     assert argv[-2:] == ["--seed", "3"]
+
+
+def test_the_servers_command_line_with_everything_asked_for() -> None:
+    config = ServerConfig(
+        host="0.0.0.0", allow_remote=True, tensor_parallel_size=2, sleep_mode=True, enforce_eager=False, max_num_seqs=5
+    )  # fmt: skip
+    argv = server_argv(Path("/m"), port=1234, num_replicas=2, config=config, on_gpu=True)
+    options = dict(pairwise(argv))
+    assert options["--host"] == "0.0.0.0"
+    assert options["--tensor-parallel-size"] == "2"
+    assert options["--max-num-seqs"] == "5"
+    assert "--enable-sleep-mode" in argv
+    assert "--enforce-eager" not in argv
+    on_cpu = server_argv(Path("/m"), port=1234, num_replicas=2, config=config, on_gpu=False)
+    assert "--enable-sleep-mode" not in on_cpu, "a CPU server knows no sleep"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "some-host"])
+def test_an_address_that_others_can_reach_needs_permission(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ValueError, match=r"inference\.allow_remote=true"):
+        Server(
+            tmp_path,
+            num_replicas=1,
+            config=ServerConfig(host=host),
+            log_path=tmp_path / "log",
+            on_gpu=False,
+        )
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("backend", ["fsdp_ipc", "ipc"])
+def test_only_the_stock_back_end_ever_gets_insecure_serialization(backend: str) -> None:
+    for value in ("1", "0", None):
+        environ = {} if value is None else {"VLLM_ALLOW_INSECURE_SERIALIZATION": value}
+        for on_gpu in (False, True):
+            config = ServerConfig(backend=backend)
+            env = server_env(environ, num_replicas=1, config=config, on_gpu=on_gpu, num_cpus=2)
+            assert env.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == ("1" if backend == "ipc" else None)
 
 
 # A stand-in for vLLM: it starts a child, says its pids, and obeys or ignores SIGTERM.
