@@ -147,6 +147,7 @@ def curves(run: Run, look: Look) -> bytes | None:
     if not shown:
         return None
     pushes = [int(row["step"]) for row in run.rows if row.get("sync")]
+    marked = 0 < len(pushes) <= (30 if look.narrow else 60)
     figure, grid = _figure(look, (2.3 if look.narrow else 2.6) * len(shown) + 0.4, rows=len(shown))
     for (name, steps, values), axes in zip(shown, [grid] if len(shown) == 1 else list(grid), strict=True):
         colour = "#3fb68b" if name == "reward" else "#4f9dde"
@@ -163,7 +164,7 @@ def curves(run: Run, look: Look) -> bytes | None:
                 marker="o" if len(values) < 20 else "",
                 markersize=3.5,
             )
-        if 0 < len(pushes) <= 60:
+        if marked:
             axes.plot(
                 pushes, [0.0] * len(pushes), "|", transform=axes.get_xaxis_transform(), color=look.ink, markersize=7,
                 alpha=0.6, clip_on=False,
@@ -175,7 +176,7 @@ def curves(run: Run, look: Look) -> bytes | None:
         axes.set_axisbelow(True)
         told = f"{name}: {values[0]:.4g} → {values[-1]:.4g}"
         _title(axes, told + (f", average over {window} steps in bold" if window > 1 else ""), look)
-    axes.set_xlabel("step (ticks below: weights pushed)" if 0 < len(pushes) <= 60 else "step")
+    axes.set_xlabel("step (ticks below: weights pushed)" if marked else "step")
     return _png(figure)
 
 
