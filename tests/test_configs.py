@@ -195,6 +195,27 @@ def test_field_F6_a_url_needs_no_quotes(url: str) -> None:
     assert _compose([f"inference.url={url}"]).inference.url == url
 
 
+@pytest.mark.parametrize(
+    ("words", "setting", "value"),
+    [
+        ("""'inference.url="http://a/x?y=1"'""", "inference.url", "http://a/x?y=1"),
+        ("""'inference.url="http://[::1]:8000"'""", "inference.url", "http://[::1]:8000"),
+        ("""'data.prompt="say: {this}, [that] = $5"'""", "data.prompt", "say: {this}, [that] = $5"),
+        ("""'model.path="12e4"'""", "model.path", "12e4"),
+        (r"""'transfer.keep=["/^model\.norm/"]'""", "transfer.keep", [r"/^model\.norm/"]),
+        ("inference.extra_args=[--attention-backend,TRITON_ATTN]", "inference.extra_args", ["--attention-backend", "TRITON_ATTN"]),
+    ],
+)  # fmt: skip
+def test_field_F6_what_hydra_would_take_apart_goes_into_two_pairs_of_quotes(
+    words: str, setting: str, value: Any
+) -> None:
+    """https://github.com/hydra-ecosystem/hydra/issues/1577: a shell takes the outer pair, Hydra the inner one."""
+    found: Any = _compose(shlex.split(words))
+    for name in setting.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
 def test_field_F9_a_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """https://github.com/omry/omegaconf/issues/634: `oc.decode` of a URL with a question mark fails."""
     monkeypatch.setenv("VLLM_URL", "http://127.0.0.1:8000/?a=b,c")
