@@ -225,9 +225,14 @@ def run(job: GrpoJobConfig, device: torch.device, out: Path) -> None:
             )
             report.step(step, update.loss)
             report.say(f"step {step}: reward {reward:.3f}, {_times(metrics.rows[-1]['time'])}")
+        summary = _summary(metrics, pusher.sleeps)
+        report.say(
+            f"a step takes {summary['stage_median_s']['total']:.2f} s (median after the first): "
+            f"{_times(summary['stage_median_s'])}; the sync is {summary['sync_share']:.2%} of it"
+        )
         report.finish(
             {
-                **_summary(metrics, pusher.sleeps),
+                **summary,
                 "world_size": dist.get_world_size(),
                 "server_ready_s": server_s,
             },

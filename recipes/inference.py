@@ -1,7 +1,8 @@
-"""The inference side of a job: servers started or found, text and rollouts asked of them, and told apart by replica."""
+"""The inference side of a job: servers that are started or found, and what is asked of them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -73,8 +74,6 @@ def start_servers(
 
 
 def _ranks_here() -> int:
-    import os
-
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
