@@ -221,10 +221,12 @@ class TrainerGroup:
         return error
 
     def others_failed(self) -> bool:
-        """Whether a rank that has failed is at the next exchange already. Not collective, one look into the job's store.
+        """Whether a rank has died, or has failed and is at the next exchange already. Not collective, a look at /proc and store.
 
         A rank that waits for something else than the others looks now and then, and then joins them there.
         """
+        if self._lost is not None and self._lost.dead():
+            return True
         try:
             return self.size > 1 and bool(self._store.check([f"alarm/{self._meetings + 1}"]))
         except RuntimeError:

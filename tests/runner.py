@@ -94,8 +94,13 @@ def run_ranks(
         finally:
             for pipe in pipes:
                 pipe.close()  # the ranks wait for this before they tear down
-            deadline = time.monotonic() + (_GRACE_AFTER_FAILURE_S if len(results) == world_size else 0.5)
-            killed = {rank for rank, process in enumerate(processes) if not _stop(process, deadline)}
+            # Whoever has returned may take its time to tear down; the others are not waited for.
+            grace, soon = (time.monotonic() + seconds for seconds in (_GRACE_AFTER_FAILURE_S, 0.5))
+            killed = {
+                rank
+                for rank, process in enumerate(processes)
+                if not _stop(process, grace if rank in results else soon)
+            }
         for rank, process in enumerate(processes):
             left = sorted(path.name for path in _SHM_DIR.glob(f"fsdp_ipc-{process.pid}-*"))
             for name in left:

@@ -42,6 +42,9 @@ TOKEN_ENV = "FSDP_IPC_TOKEN"
 _LOOK_AROUND_S = 0.25
 """How often a rank that waits for its worker looks whether the request or another rank has failed."""
 
+_DEVICE_POLL_S = 2e-5
+"""How long a rank that has nothing to do but wait for the device lets other threads run between two looks."""
+
 _LOOK_S = 0.0005
 """How often a rank that waits for its worker looks whether the device has finished the next bucket."""
 
@@ -317,11 +320,21 @@ class NativeDelivery:
         while self._gathering:
             bucket, event = self._gathering[0]
             if wait:
-                event.synchronize()
+                self._await(event)
             elif not event.query():
                 return
             self._gathering.popleft()
             self._control.produce(sync, bucket + 1)
+
+    def _await(self, event: torch.cuda.Event) -> None:
+        """Wait for the device; a collective that a rank has died in never ends there, so look now and then."""
+        next_look = time.monotonic() + _LOOK_AROUND_S
+        while not event.query():
+            time.sleep(_DEVICE_POLL_S)
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + _LOOK_AROUND_S
+                if self._group.others_failed():
+                    self._group.vote("gather")
 
     def _event(self, index: int) -> torch.cuda.Event:
         """The event of a slot; a slot's last one has been announced before it is filled again."""
