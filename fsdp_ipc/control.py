@@ -33,7 +33,11 @@ _REPORT = 2  # word: length of the report, 0 while there is none
 
 _SPIN_S = 50e-6
 _FIRST_SLEEP_S = 20e-6
+_SHORT_SLEEP_S = 50e-6
 _LAST_SLEEP_S = 1e-3
+_BRISK_S = 0.1
+"""So long a wait looks every `_SHORT_SLEEP_S`: a bucket takes milliseconds, and a late look is lost at each of them."""
+
 _LIVENESS_S = 0.2
 
 
@@ -311,7 +315,8 @@ class ControlBlock:
                     raise PeerError(f"the {peer.name} ({self._who(peer)}) died at {_spell(word)}")
                 look_at = now + _LIVENESS_S
             if now - begin >= _SPIN_S:
-                sleep_s = min(max(_FIRST_SLEEP_S, 1.5 * sleep_s), _LAST_SLEEP_S)
+                longest = _SHORT_SLEEP_S if now - begin < _BRISK_S else _LAST_SLEEP_S
+                sleep_s = min(max(_FIRST_SLEEP_S, 1.5 * sleep_s), longest)
                 time.sleep(sleep_s)
 
     def _failure_text(self, peer: _Side) -> str:

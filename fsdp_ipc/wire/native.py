@@ -45,7 +45,7 @@ _LOOK_AROUND_S = 0.25
 _DEVICE_POLL_S = 2e-5
 """How long a rank that has nothing to do but wait for the device lets other threads run between two looks."""
 
-_LOOK_S = 0.0005
+_LOOK_S = 0.0001
 """How often a rank that waits for its worker looks whether the device has finished the next bucket."""
 
 
