@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_ipc import WeightSyncError
+from fsdp_ipc import TrainerGroup, WeightSyncError
 from fsdp_ipc.callbacks import (
     CallbackError,
     CheckVersion,
@@ -28,6 +28,8 @@ from fsdp_ipc.callbacks import (
     TensorBoard,
     WandB,
 )
+from fsdp_ipc.callbacks.base import CallbackRunner, Sync
+from fsdp_ipc.stats import StageTimer
 from tests.fake_server import FakeServer
 from tests.native_worker import NativeWorker
 from tests.runner import run_ranks
@@ -182,6 +184,19 @@ def test_a_sync_that_fails_is_told_once_and_the_next_one_is_whole(alone: None) -
         ("start", 1, "1"), ("error", 1, "WeightSyncError"), ("start", 2, "2"),
         ("end", 2, told[3][2]), ("close",),
     ]  # fmt: skip
+
+
+def test_a_bucket_whose_gather_has_two_spans_is_told_once(alone: None) -> None:
+    """As on a GPU, where the wait for the device comes after the last bucket was queued."""
+    recorder, timer = Recorder(), StageTimer()
+    group = TrainerGroup(dist.group.WORLD)
+    runner = CallbackRunner([recorder], group, None)
+    runner.begin(1, None, timer, lambda: 2)
+    for bucket in (0, 1, 1):
+        with timer.stage("gather", bucket):
+            pass
+    assert recorder.log[1:] == [("bucket", 0, 2), ("bucket", 1, 2)]
+    group.close()
 
 
 def test_what_is_no_callback_is_refused(alone: None) -> None:
@@ -399,9 +414,6 @@ def test_mlflow_gets_each_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _sync(seconds: float = 0.0) -> Any:
-    from fsdp_ipc.callbacks.base import Sync
-    from fsdp_ipc.stats import StageTimer
-
     return Sync(
         number=1,
         version="5",

@@ -122,6 +122,7 @@ class CallbackRunner:
         self._client = client if group.is_sender else None
         self._sync: Sync | None = None
         self._failures: list[str] = []
+        self._gathered = -1
         self._told: set[tuple[int, str]] = set()
         given: Sequence[object] = self._callbacks  # a caller may pass anything
         strange = [repr(c) for c in given if not isinstance(c, SyncCallback)]
@@ -147,7 +148,15 @@ class CallbackRunner:
             timer=timer,
         )
         self._failures = []
-        timer.on_gathered = lambda bucket: self._call("on_bucket", bucket, num_buckets())
+        self._gathered = -1
+
+        def gathered(bucket: int) -> None:
+            # On a GPU the wait for what was queued is a second span of the last bucket.
+            if bucket > self._gathered:
+                self._gathered = bucket
+                self._call("on_bucket", bucket, num_buckets())
+
+        timer.on_gathered = gathered
         self._call("on_sync_start", required=True)
 
     def end(self, stats: TransferStats) -> None:
