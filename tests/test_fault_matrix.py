@@ -7,7 +7,9 @@ own words; memory, files, descriptors and threads are given back; and a later go
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +75,22 @@ def test_the_matrix_can_fail() -> None:
         "fsdp_ipc", [Cell("fsdp_ipc", "handle exchange", "exception", 1, warm=True)], num_lanes=1
     )
     assert any("the step was never reached" in text for text in found)
+
+
+def test_the_page_tells_of_every_step_and_every_fault() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reliability.md").read_text()
+    named = {
+        "exception": "exception or no memory",
+        "out of memory": "exception or no memory",
+        "SIGKILL of the rank": "SIGKILL of a rank",
+        "reset": "connection reset",
+        "hang": "the server never answers",
+        "500": "the server answers 500",
+    }
+    for word in (*POINTS, *(named.get(kind, kind) for kind in KINDS), "slow consumer"):
+        assert word == "gathered" or word in page, word
+    for path in re.findall(r"`(tests/\w+\.py)`", page):
+        assert (Path(__file__).parent.parent / path).is_file(), path
 
 
 @pytest.mark.soak
