@@ -126,6 +126,12 @@ def change(model: nn.Module, sync: int) -> None:
         parameter.mul_(-0.9).add_(0.01 * (sync % 17))
 
 
+def expected(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """All ranks, collective: what the workers must hold; buffers keep their dtype."""
+    cast = {name for name, _ in model.named_parameters()} if dtype is not None else set()
+    return {name: value.to(dtype) if name in cast else value for name, value in full(model, None).items()}
+
+
 def push(rank: int, world: int, url: str, seed: int, for_s: float, at_most: int) -> dict[str, Any]:
     """Sync after sync until time is up; what was wrong, and what this rank and the server held along the way."""
     drawn = random.Random(seed)  # the same on all ranks
@@ -168,7 +174,7 @@ def push(rank: int, world: int, url: str, seed: int, for_s: float, at_most: int)
                     time.sleep(own.random() * 0.005)
                 nbytes += sender.send(syncs).bytes
                 syncs += 1
-                wanted = combined(digests(full(model, dtype)))
+                wanted = combined(digests(expected(model, dtype)))
                 held = requests.post(f"{url}/held", json={}, timeout=30).json() if rank == 0 else None
                 if held is not None:
                     wrong += sum(found != wanted for found in held["workers"])
