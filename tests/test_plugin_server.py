@@ -8,7 +8,9 @@ weights away and checksums empty parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ import torch.distributed as dist
 
 from fsdp_ipc import HTTPWeightSyncClient, WeightSender, WeightSyncError
 from fsdp_ipc.digest_file import DigestFile
+from fsdp_ipc.gather import Gatherer
 from fsdp_ipc.streamed_source import PairsSource
 from fsdp_ipc.wire.native import TOKEN_ENV
 from tests.hand_trainer import HandTrainer, packed_layout, unpacked_layout
-from tests.runner import run_ranks
+from tests.runner import RankFailure, run_ranks
 from tests.served import PROMPT, Served, served
 from tests.tiny_models import qwen3_config, qwen3_weights, write_checkpoint
 from tests.vllm_server import Server, vllm_server
@@ -246,4 +249,83 @@ def test_digests_that_differ_keep_a_version_back(server: Server, loaded: dict[in
         assert "9 of 9 digests differ" in error
         assert "'model.norm.weight' (sent " in error or "more" in error
     assert _version(server) == "verified 3"
+    _assert_serves(server, loaded[2])
+
+
+def _break_on_rank_1(sender: WeightSender, rank: int, how: Callable[[], None]) -> Callable[[], None]:
+    """Let rank 1 do something in the middle of the next send; gives back what undoes it."""
+    load = Gatherer.load
+
+    def broken(gatherer: Gatherer, bucket: int, tensors: Any) -> None:
+        if rank == 1 and bucket == 2:
+            how()
+        load(gatherer, bucket, tensors)
+
+    Gatherer.load = broken  # type: ignore[method-assign]
+
+    def undo() -> None:
+        Gatherer.load = load  # type: ignore[method-assign]
+
+    return undo
+
+
+def _lose_a_disk() -> None:
+    raise OSError("lost a disk")
+
+
+def _push_and_pause(rank: int, world: int, url: str) -> tuple[str, bool, bool]:
+    os.environ[TOKEN_ENV] = TOKEN
+    client = HTTPWeightSyncClient(url)
+    settings: dict[str, Any] = {"group": dist.group.WORLD, "bucket_bytes": 40_000, "on_failure": "pause"}
+    with WeightSender(PairsSource(_named(2)), client, **settings) as sender:
+        sender.send("whole")
+        undo = _break_on_rank_1(sender, rank, _lose_a_disk)
+        with pytest.raises(WeightSyncError) as caught:
+            sender.send("never")
+        undo()
+        dist.barrier()
+        paused = client.is_paused()
+        dist.barrier()
+        sender.send("resumed")
+        dist.barrier()
+        return str(caught.value), paused, client.is_paused()
+
+
+def test_on_failure_pause_keeps_a_real_server_paused(server: Server, loaded: dict[int, Served]) -> None:
+    for error, paused, after in run_ranks(_push_and_pause, 2, server.url, timeout_s=240):
+        assert "rank 1: OSError: lost a disk" in error and "the server stays paused" in error
+        assert (paused, after) == (True, False)
+    assert _version(server) == "resumed"
+    _assert_serves(server, loaded[2])
+
+
+def _push_and_die(rank: int, world: int, url: str, folder: str) -> None:
+    os.environ[TOKEN_ENV] = TOKEN
+    client = HTTPWeightSyncClient(url)
+    with WeightSender(PairsSource(_named(3)), client, group=dist.group.WORLD, bucket_bytes=40_000) as sender:
+        sender.send("whole again")
+        _break_on_rank_1(sender, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(WeightSyncError) as caught:
+            sender.send("never")
+        Path(folder, "said").write_text(str(caught.value))
+
+
+def _push_well(rank: int, world: int, url: str) -> None:
+    os.environ[TOKEN_ENV] = TOKEN
+    client = HTTPWeightSyncClient(url)
+    with WeightSender(PairsSource(_named(2)), client, group=dist.group.WORLD) as sender:
+        sender.send("the next job")
+
+
+def test_a_trainer_rank_killed_in_the_middle_leaves_a_server_that_the_next_job_can_use(
+    server: Server, loaded: dict[int, Served], tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(_push_and_die, 2, server.url, str(tmp_path), timeout_s=240)
+    assert set(caught.value.failures) == {1}, caught.value
+    said = (tmp_path / "said").read_text()
+    assert "rank 1: its process (pid " in said and "died. Restart the job" in said
+    assert _version(server) == "whole again"
+    run_ranks(_push_well, 2, server.url, timeout_s=240)
+    assert _version(server) == "the next job"
     _assert_serves(server, loaded[2])
