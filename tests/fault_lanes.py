@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from typing import Any, Self
 
 from tests import fault_cells
 from tests.fault_cells import INJECTED, LATE, Cell
@@ -25,20 +25,38 @@ class RankPair:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lane-")
-        listener = Listener(f"{self._folder.name}/socket", "AF_UNIX")
-        self._thread = threading.Thread(target=self._run, args=(listener.address,), daemon=True)
-        self._thread.start()
         self._pipes: dict[int, Connection] = {}
         self.pids: dict[int, int] = {}
-        for _ in range(RANKS):
-            pipe = listener.accept()
+        self._ended: str | None = None
+        listener = Listener(f"{self._folder.name}/socket", "AF_UNIX")
+        listener._listener._socket.settimeout(1.0)  # a rank that never comes must not hang us
+        self._thread = threading.Thread(target=self._run, args=(listener.address,), daemon=True)
+        self._thread.start()
+        while len(self._pipes) < RANKS:
+            try:
+                pipe = listener.accept()
+            except TimeoutError:
+                if self._ended is not None:
+                    raise RuntimeError(f"the ranks did not start: {self._ended}") from None
+                continue
             rank, self.pids[rank] = pipe.recv()
             self._pipes[rank] = pipe
         listener.close()
 
+    @classmethod
+    def start(cls) -> Self:
+        """A pair; tried again if the machine is too busy for the ranks to meet in time."""
+        try:
+            return cls()
+        except RuntimeError:
+            return cls()
+
     def _run(self, address: str) -> None:
-        with contextlib.suppress(RankFailure):  # a cell may kill one
+        try:
             run_ranks(_serve, RANKS, address, timeout_s=600)
+            self._ended = "ended"
+        except RankFailure as failure:  # a cell may kill one
+            self._ended = str(failure)
 
     def call(
         self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] = range(RANKS)
@@ -103,7 +121,7 @@ class Lane:
             if not server.alive:
                 server.restart()
                 self._violations = 0
-            pair = self._pair = self._pair or RankPair()
+            pair = self._pair = self._pair or RankPair.start()
             wrong = self._fail(cell, pair, server)
             return wrong + self._recover(cell, pair, server)
         except Exception as error:
@@ -137,7 +155,7 @@ class Lane:
             if told["error"] is None or "died" not in told["error"] or told["seconds"] > 3 or told["files"]:
                 wrong.append(f"the survivor's next send: {told}")
             self._pair = None
-            fresh = RankPair()
+            fresh = RankPair.start()
             try:
                 wrong += self._good(cell, fresh, server)
                 left = [n for pid in dead for n in _files_of(pid)]
