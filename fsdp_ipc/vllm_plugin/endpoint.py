@@ -87,7 +87,9 @@ def _candidates(endpoints: Sequence[Endpoint], device: torch.device) -> list[End
 def _lock(control: str) -> int | None:
     """Lock a control block's file; None if another worker has it. What is in the file is checked when it is mapped."""
     if shm.CONTROL_NAME.fullmatch(control) is None:
-        raise ValueError(f"{control!r} is not the name of a control block, which is {shm.CONTROL_NAME.pattern}")
+        raise ValueError(
+            f"{control!r} is not the name of a control block, which is {shm.CONTROL_NAME.pattern}"
+        )
     fd = os.open(shm.SHM_DIR / control, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
