@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ pytest.importorskip("rich", reason="needs rich: install the extra 'recipes'")
 from torch.nn import functional as F
 
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient
-from recipes.config import DataConfig, GrpoConfig, HookConfig, MeshConfig, ModelConfig, OptimConfig
+from recipes.config import (
+    DataConfig,
+    GrpoConfig,
+    GrpoJobConfig,
+    HookConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from recipes.grpo_loss import group_advantages, policy_loss
 from recipes.inference import Inference
 from recipes.job import Stages, stage_medians
@@ -28,6 +37,7 @@ from recipes.pushing import Rhythm
 from recipes.rollouts import Rollout, collate
 from recipes.tasks import Problem, answer_reward, number_reward, read_problems, share_of_letters, task_of
 from tests.fake_server import FakeServer
+from tests.native_worker import NativeWorker
 from tests.runner import run_ranks
 
 
@@ -154,6 +164,48 @@ def test_field_E8_a_server_is_paused_before_it_sleeps_and_resumed_after_its_cach
         steps = ("/pause", "/sleep", "/wake_up", "/wake_up", "/reset_prefix_cache", "/resume")
         assert [route for route in server.routes if route in steps] == list(steps) * 2
         assert server.violations == []
+
+
+def _whole_job(rank: int, world_size: int, url: str, folder: str) -> list[dict[str, Any]]:
+    """`recipes.grpo` against a server that sleeps, which none on a CPU does; its rollouts are made up."""
+    from recipes import grpo
+
+    def roll_out(
+        inference: Any, task: Any, problems: Any, *, samples: int, version: int, **_: Any
+    ) -> list[Rollout]:
+        client = inference.client
+        assert not client.is_sleeping() and not client.is_paused(), (
+            "rollouts are asked of a server that is awake"
+        )
+        return [
+            replace(_rollout(group, float(sample), 3), version=version)
+            for group in range(len(problems))
+            for sample in range(samples)
+        ]
+
+    grpo.roll_out = roll_out
+    job = GrpoJobConfig(model=_sizes(experts=False))
+    job.inference.url, job.data.kind, job.transfer.bucket_mb = url, "letters", 8
+    job.hook = HookConfig(every=2)
+    job.train.steps, job.train.batch_size, job.grpo.prompts, job.grpo.samples = 3, 4, 2, 4
+    job.logger.report = False
+    grpo.run(job, torch.device("cpu"), Path(folder))
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_field_E8_a_whole_job_with_a_server_that_sleeps(tmp_path: Path) -> None:
+    """https://github.com/vllm-project/vllm/issues/44395, https://github.com/vllm-project/vllm/issues/57853."""
+    with FakeServer(backend="fsdp_ipc", workers=[NativeWorker(0)]) as server:
+        (rows,) = run_ranks(_whole_job, 1, server.url, str(tmp_path), timeout_s=60)
+        assert server.violations == []
+        steps = ("/pause", "/sleep", "/wake_up", "/start_weight_update", "/finish_weight_update", "/resume")
+        order = [route for route in server.routes if route in (*steps, "/reset_prefix_cache")]
+    push = ["/pause", "/sleep", "/wake_up", *steps[3:5], "/wake_up", "/reset_prefix_cache", "/resume"]
+    quiet = [route for route in push if "weight_update" not in route]
+    assert order == push + quiet + push + push
+    assert server.published == ["0", "2", "3"]
+    assert [row["staleness"] for row in rows] == [0, 1, 0]
+    assert [bool(row["sync"]) for row in rows] == [False, True, True]
 
 
 @pytest.mark.parametrize("pause", [False, True])
