@@ -7,14 +7,14 @@ reads, before it announces a bucket. The worker compares with what its live para
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 
 from fsdp_ipc.digest import Digester, Run, spell
-from fsdp_ipc.digest_file import DigestFile
-from fsdp_ipc.dtypes import num_bytes
+from fsdp_ipc.digest_file import DigestFile, Region
+from fsdp_ipc.dtypes import dtype_from_name, num_bytes
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.plan import TensorRow
 from fsdp_ipc.stage import Stage
@@ -81,6 +81,8 @@ class SentVerifier:
         self._sums = self._host = self._weights = torch.empty(0, dtype=torch.int64)
         self._share = 0
         self._error: Exception | None = None
+        self._asked = 0
+        self._regions: list[Region] = []
 
     def prepare(self, stage: Stage, sync: int) -> None:
         """All ranks, collective: make ready for a sync, before anything of it is gathered."""
@@ -104,17 +106,29 @@ class SentVerifier:
                 if self._file is not None:
                     self._file.close()
                 self._file = DigestFile.create(len(rows), group.rank)
-                self._sums = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
-                self._host = torch.zeros(len(rows), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+                self._take(0, [])
             assert self._file is not None
             names = group.gather_objects((self._key, self._file.name), "verify")
             self._names, self._plan = dict(names), plan.digest
         if self._bound != (plan.digest, stage.epoch):
             self._digesters.clear()
             self._bound = (plan.digest, stage.epoch)
+        if (request := self._file.asked(self._asked)) is not None:
+            self._take(*request)
         self._stage, self._error = stage, None
         self._share = sync % self._num_shares
         self._sums.zero_()
+
+    def _take(self, number: int, regions: list[Region]) -> None:
+        """Take a worker's request, whose regions get sums of their own after those of the tensors."""
+        rows = [row for bucket in self._rows for row in bucket]
+        if any(r.last >= _numel(rows[r.row]) or r.numel > _numel(rows[r.row]) for r in regions):
+            number, regions = 0, []
+        self._asked, self._regions = number, regions
+        self._digesters.clear()
+        count = len(rows) + len(regions)
+        self._sums = torch.zeros(count, dtype=torch.int64, device=self._device)
+        self._host = torch.zeros(count, dtype=torch.int64, pin_memory=self._device.type == "cuda")
 
     def fields(self, new: bool) -> dict[str, Any]:
         """What the sender adds to the update: the files by device, or none where the workers have them."""
@@ -149,7 +163,8 @@ class SentVerifier:
                 raise self._error
             assert self._file is not None
             self._host.copy_(self._sums)
-            self._file.write(sync, self._share, self._num_shares, self._host)
+            digests, parts = self._host[: len(self._shares)], self._host[len(self._shares) :]
+            self._file.write(sync, self._share, self._num_shares, digests, honoured=self._asked, parts=parts)
         except Exception as error:  # noqa: BLE001  the vote that follows tells it
             return error, []
         return None, self._common()
@@ -177,6 +192,16 @@ class SentVerifier:
             for slot, row in enumerate(self._rows[bucket], first)
             if self._shares[slot] == self._share
         ]
+        last = first + len(self._rows[bucket])
+        for slot, region in enumerate(self._regions, len(self._shares)):
+            if first <= region.row < last and self._shares[region.row] == self._share:
+                row = self._rows[bucket][region.row - first]
+                size = dtype_from_name(row.dtype).itemsize
+                held = _bytes(memory[row.allocation], row)
+                runs += [
+                    Run(held[at * size : (at + count) * size], at * size, slot)
+                    for at, count in _stretches(region)
+                ]
         return Digester(runs, self._device)
 
     def _common(self) -> list[str]:
@@ -184,7 +209,7 @@ class SentVerifier:
         if self._group.size == 1:
             return []
         # Not a Python loop over what may be tens of thousands of tensors.
-        upto = (self._host * self._weights).cumsum(0)
+        upto = (self._host[: len(self._shares)] * self._weights).cumsum(0)
         ends, told, before = 0, [], 0
         for bucket, rows in enumerate(self._rows):
             ends += len(rows)
@@ -199,3 +224,22 @@ class SentVerifier:
 
 def _bytes(memory: torch.Tensor, row: TensorRow) -> torch.Tensor:
     return memory[row.offset : row.offset + num_bytes(row.dtype, row.shape)]
+
+
+def _stretches(region: Region) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of each stretch of neighbours."""
+    dims = list(region.dims)
+    count = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    number = 1
+    for size, _ in dims:
+        number *= size
+    for index in range(number):
+        at, rest = region.offset, index
+        for size, stride in reversed(dims):
+            rest, step = divmod(rest, size)
+            at += step * stride
+        yield at, count
+
+
+def _numel(row: TensorRow) -> int:
+    return num_bytes(row.dtype, row.shape) // dtype_from_name(row.dtype).itemsize

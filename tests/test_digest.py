@@ -124,8 +124,10 @@ def test_the_file_tells_one_sync_from_another(clean_shm: None) -> None:
     assert torch.equal(found.digests, values)
     with pytest.raises(ValueError, match="digests of sync 7 where those of sync 8 were expected"):
         read.read(8)
-    with pytest.raises(ValueError, match="bytes; expected"):
+    with pytest.raises(ValueError, match="is no file of digests"):
         DigestFile.open(sent.name, 4)
+    with pytest.raises(ValueError, match="bytes; expected"):
+        DigestFile.open(sent.name, 40)
     with pytest.raises(ValueError, match="not of the form"):
         DigestFile.open("../etc/passwd", 3)
     sent.close()

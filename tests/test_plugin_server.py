@@ -226,8 +226,10 @@ def _push_verified(rank: int, world: int, url: str) -> tuple[list[dict[str, Any]
         reports = [sender.send(version).worker or {} for version in ("verified 1", "verified 2")]
         write = DigestFile.write
 
-        def wrong(self: DigestFile, sync: int, share: int, num: int, digests: torch.Tensor) -> None:
-            write(self, sync, share, num, digests + (rank == 1))
+        def wrong(
+            self: DigestFile, sync: int, share: int, num: int, digests: torch.Tensor, **parts: Any
+        ) -> None:
+            write(self, sync, share, num, digests + (rank == 1), **parts)
 
         DigestFile.write = wrong  # type: ignore[method-assign]
         with pytest.raises(WeightSyncError) as caught:

@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, WeightSender, WeightSyncError
-from fsdp_ipc.digest_file import DigestFile
+from fsdp_ipc.digest_file import DigestFile, Region
 from fsdp_ipc.experts import HALVES
 from fsdp_ipc.naming import naming_for
 from fsdp_ipc.verify import SAMPLE_SHARES, SentVerifier
+from fsdp_ipc.vllm_plugin.copy_layout import Layout
+from fsdp_ipc.vllm_plugin.copy_memory import Piece
 from fsdp_ipc.vllm_plugin.payload import TensorRow
-from fsdp_ipc.vllm_plugin.verify import LiveVerifier, VerificationError
+from fsdp_ipc.vllm_plugin.verify import PART, LiveVerifier, VerificationError
 from tests.fake_server import FakeServer
 from tests.native_worker import NativeWorker
 from tests.plain_reload import Model
@@ -137,7 +139,8 @@ def test_what_cannot_be_mapped_back_is_counted(case: Callable[[], Any], clean_sh
     counts = checked.check()
     assert counts.verified == 0
     (reason,) = counts.unverified
-    assert "part of it" in reason if case is columns else "cast" in reason
+    assert "a part of it, which the trainer digests from the next sync on" in reason or case is cast
+    assert "cast" in reason or case is columns
     checked.close()
 
 
@@ -301,11 +304,18 @@ def _push_with_stale_digests(rank: int, world: int, url: str) -> Any:
         for forget in ("the number", "the digests"):
 
             def stale(
-                self: Any, sync: int, share: int, num: int, digests: torch.Tensor, how: str = forget
+                self: Any,
+                sync: int,
+                share: int,
+                num: int,
+                digests: torch.Tensor,
+                *,
+                how: str = forget,
+                **parts: Any,
             ) -> None:
                 if how == "the number":
                     return
-                write(self, sync, share, num, digests + 1)
+                write(self, sync, share, num, digests + 1, **parts)
 
             DigestFile.write = stale  # type: ignore[method-assign]
             with pytest.raises(WeightSyncError) as caught:
@@ -411,3 +421,75 @@ def test_experts_that_one_worker_reads_are_compared_there() -> None:
     assert said == same
     assert "worker 1 (cpu:" in said
     assert f"1 of {reports[0]['num_tensors']} digests differ: {name!r} (sent" in said
+
+
+# A worker that holds slices.
+
+
+class Slicing(HoldingWorker):
+    """Holds rows of some tensors and columns of others, as a tensor-parallel worker does."""
+
+    def _load(self, info: Any) -> Any:
+        if not hasattr(self, "held"):
+            self.held: dict[str, torch.Tensor] = {}
+        for name, tensor in self.weights.items():
+            part = self._part(tensor)
+            self.held.setdefault(name, torch.zeros_like(part, memory_format=torch.contiguous_format)).copy_(
+                part
+            )
+        if self.tamper is not None:
+            self.tamper(self.held)
+        return self.held, self._landed
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 2 and tensor.shape[0] > 1:
+            return tensor.chunk(2, dim=tensor.shape[0] % 2)[self.index]
+        return tensor
+
+    def _landed(self, name: str) -> Any:
+        source, held = Layout.of(self._part(self.weights[name])), self.held[name]
+        source = Layout(source.offset - int(self.weights[name].storage_offset()), source.size, source.stride)
+        return [(held, Piece(name=name, source=source, target=Layout.of(held), dtype=held.dtype))]
+
+
+def _change_last(held: dict[str, torch.Tensor]) -> None:
+    held["layers.3.weight"].view(torch.int16)[-1, -1] ^= 1
+
+
+@pytest.mark.parametrize("verify", ["full", "sample"])
+def test_slices_are_compared_from_the_second_sync_on(verify: str, clean_shm: None) -> None:
+    workers: list[Any] = [Slicing(index) for index in range(2)]
+    if verify == "full":
+        workers[1].tamper = Once(4, _change_last)
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        ranks = run_ranks(_push, 2, server.url, {"verify": verify})
+        assert server.published == ["1", "2", "3"] + ["4"] * (verify == "sample")
+    for stats, errors in ranks:
+        first, second, third = (one["worker"] for one in stats[:3])
+        assert first["verified_parts"] == 0
+        assert second["unverified"] == third["unverified"] == {}
+        if verify == "full":
+            assert first["unverified"] == {PART: 5}
+            assert second["verified_parts"] == third["verified_parts"] == 5
+            assert second["verified"] == stats[1]["num_tensors"]
+            ((version, _, failures),) = errors
+            assert version == 4
+            assert "worker 1 (cpu:" in str(failures)
+            assert "1 of 13 digests differ: 'layers.3.weight' (sent " in next(iter(failures.values()))
+
+
+def test_a_request_that_makes_no_sense_is_none() -> None:
+    trainer = DigestFile.create(2, rank=0)
+    worker = DigestFile.open(trainer.name, 2)
+    good = [Region(1, 4, ((3, 8), (2, 1))), Region(0, 0, ((5, 1),))]
+    number = worker.ask(good)
+    assert trainer.asked(0) == (number, good)
+    assert trainer.asked(number) is None
+    assert worker.ask([Region(2, 0, ())]) != number
+    assert trainer.asked(number) == (0, [])
+    trainer._words[6] = 1 << 40 | 17
+    assert trainer.asked(number) == (0, [])
+    assert worker.ask([]) == 0
+    assert trainer.asked(number) == (0, [])
+    trainer.close()
+    worker.close()

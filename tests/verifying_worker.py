@@ -77,6 +77,7 @@ class VerifyingWorker(NativeWorker):
                 "num_tensors": len(self.weights),
                 "verified": counts.verified,
                 "unverified": counts.unverified,
+                "verified_parts": counts.verified_parts,
             }
         )
         self._control.write_report(self.reports[-1])

@@ -430,4 +430,5 @@ def _sync_report(update: _Update, counts: LoadCounts, verified: VerifyCounts | N
             "verify_s": verified.seconds,
         }
         report["verify_share"] = [verified.share, verified.num_shares]
+        report["verified_parts"] = verified.verified_parts
     return report

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp_ipc.digest import Digester, Run, spell
-from fsdp_ipc.digest_file import DigestFile
+from fsdp_ipc.digest_file import DigestFile, Region
 from fsdp_ipc.verify import shares
 from fsdp_ipc.vllm_plugin.copy_layout import Layout, covers
 from fsdp_ipc.vllm_plugin.copy_memory import Piece
@@ -30,6 +30,8 @@ _MAX_RUNS = 4096
 
 _SHORT_RUN = 1024
 _MAX_NAMED = 8
+
+PART = "this worker holds a part of it, which the trainer digests from the next sync on"
 
 Landed = Sequence[tuple[torch.Tensor, Piece]] | str
 """The pieces of a wire tensor, each with the live tensor that it lies in; or why they are not known."""
@@ -45,6 +47,7 @@ class VerifyCounts:
 
     Attributes:
         verified: Tensors whose digests were compared, and agreed.
+        verified_parts: Of those, tensors of which this worker holds, and compared, a part only.
         unverified: Why tensors could not be compared, with how many of this sync's share.
         share: Which share of the tensors it was the turn of, from 0.
         num_shares: Of how many.
@@ -52,6 +55,7 @@ class VerifyCounts:
     """
 
     verified: int = 0
+    verified_parts: int = 0
     unverified: dict[str, int] = field(default_factory=dict)
     share: int = 0
     num_shares: int = 1
@@ -77,6 +81,7 @@ class _Bound:
         unverified: As in `VerifyCounts`.
         sums: int64 `[slots]`.
         num_tensors: Tensors among the slots.
+        parts: Slots of tensors of which this worker holds a part, and for each of their regions its number.
     """
 
     slots: torch.Tensor
@@ -85,6 +90,7 @@ class _Bound:
     unverified: dict[str, int]
     sums: torch.Tensor
     num_tensors: int
+    parts: tuple[torch.Tensor, torch.Tensor]
 
 
 class LiveVerifier:
@@ -98,7 +104,9 @@ class LiveVerifier:
         self._device = device
         self._file: DigestFile | None = None
         self._basis: tuple[Any, ...] = ()
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[tuple[int, bool], _Bound] = {}
+        self._asked = 0
+        self._regions: dict[int, list[int]] = {}
         self._names: list[str] = []
         self._kept: tuple[object, ...] = ()
 
@@ -139,12 +147,16 @@ class LiveVerifier:
             self._basis = (id(basis), id(buckets), sent.num_shares)
             self._kept = basis, buckets  # so that their ids stay theirs
             self._names = [row.name for rows in buckets for row in rows]
-        bound = self._bound.get(sent.share)
+            self._ask(buckets, landed)
+        # Regions were asked for at the end of an earlier sync, or are from now on.
+        honoured = bool(self._asked) and sent.honoured == self._asked
+        bound = self._bound.get((sent.share, honoured))
         if bound is None:
             rows = [row for bucket in buckets for row in bucket]
             chosen = shares([row.nbytes for row in rows], sent.num_shares)
             mine = [(n, row) for n, row in enumerate(rows) if chosen[n] == sent.share]
-            bound = self._bound[sent.share] = _bind(mine, landed, self._device)
+            bound = _bind(mine, landed, self._device, self._regions if honoured else {})
+            self._bound[sent.share, honoured] = bound
         bound.sums.zero_()
         bound.digester.add(bound.sums)
         for ordered, digester in bound.ordered:
@@ -152,16 +164,37 @@ class LiveVerifier:
             digester.add(bound.sums)
         found = bound.sums.cpu()
         expected = sent.digests[bound.slots]
+        if honoured:
+            slots, regions = bound.parts
+            expected[slots] = 0
+            expected.index_add_(0, slots, sent.parts[regions])
         wrong = (found != expected).nonzero().flatten().tolist()
         if wrong:
             raise VerificationError(self._text(sync, who, sent.rank, bound, wrong, expected, found))
         return VerifyCounts(
             verified=bound.num_tensors,
+            verified_parts=len(bound.parts[0].unique()),
             unverified=dict(bound.unverified),
             share=sent.share,
             num_shares=sent.num_shares,
             seconds=time.monotonic() - began,
         )
+
+    def _ask(self, buckets: Sequence[Sequence[TensorRow]], landed: Callable[[str], Landed]) -> None:
+        """Ask the trainer for digests of the slices that this worker holds of tensors."""
+        assert self._file is not None
+        asked: list[Region] = []
+        self._regions = {}
+        for index, row in enumerate(row for rows in buckets for row in rows):
+            places = landed(row.name) if row.nbytes else ""
+            if isinstance(places, str) or _complete(row, places) != PART:
+                continue
+            found = [_region(index, piece.source) for _, piece in places]
+            regions = [region for region in found if region is not None]
+            if len(regions) == len(found) and len(asked) + len(regions) <= self._file.max_regions:
+                self._regions[index] = list(range(len(asked), len(asked) + len(regions)))
+                asked += regions
+        self._asked = self._file.ask(asked)
 
     def close(self) -> None:
         """Let go of the file and of what was prepared. Idempotent."""
@@ -193,18 +226,25 @@ class LiveVerifier:
 
 
 def _bind(
-    rows: Sequence[tuple[int, TensorRow]], landed: Callable[[str], Landed], device: torch.device
+    rows: Sequence[tuple[int, TensorRow]],
+    landed: Callable[[str], Landed],
+    device: torch.device,
+    regions: Mapping[int, Sequence[int]],
 ) -> _Bound:
     slots: list[int] = []
     runs: list[Run] = []
     ordered: list[tuple[_Ordered, int, Layout]] = []
     reasons: Counter[str] = Counter()
+    parts: list[tuple[int, int]] = []
     for index, row in rows:
         places = landed(row.name) if row.nbytes else "it has no elements"
         if isinstance(places, str):
             reasons[places] += 1
             continue
         groups = _complete(row, places)
+        if groups == PART and index in regions:
+            parts += [(len(slots), region) for region in regions[index]]
+            groups = [list(places)]
         if isinstance(groups, str):
             reasons[groups] += 1
             continue
@@ -219,11 +259,11 @@ def _bind(
         entry.scratch = scratch[: entry.view.nbytes].view(entry.view.dtype).view(entry.view.shape)
         # In scratch the elements lie densely in the order of the source.
         size = entry.view.element_size()
-        parts = [
+        own = [
             Run(_flat(entry.scratch)[at * size : (at + n) * size], first * size, slot)
             for first, at, n in _runs(source, Layout.of(entry.scratch, int(entry.scratch.storage_offset())))
         ]
-        steps.append((entry, Digester(parts, device)))
+        steps.append((entry, Digester(own, device)))
     return _Bound(
         slots=torch.tensor(slots, dtype=torch.int64),
         digester=Digester(runs, device),
@@ -231,6 +271,10 @@ def _bind(
         unverified=dict(reasons),
         sums=torch.zeros(len(slots), dtype=torch.int64, device=device),
         num_tensors=len(set(slots)),
+        parts=(
+            torch.tensor([slot for slot, _ in parts], dtype=torch.int64),
+            torch.tensor([region for _, region in parts], dtype=torch.int64),
+        ),
     )
 
 
@@ -251,9 +295,23 @@ def _complete(
     if all(covers(whole, [piece.source for _, piece in one]) is None for one in sets):
         return sets
     together = list(places)
-    if covers(whole, [piece.source for _, piece in together]) is None:
+    wrong = covers(whole, [piece.source for _, piece in together])
+    if wrong is None:
         return [together]
-    return "this worker holds only a part of it, or parts of it twice"
+    return PART if wrong == "gap" else "this worker holds parts of it twice"
+
+
+def _region(index: int, source: Layout) -> Region | None:
+    """A piece as the trainer understands it; None if it has too many dims."""
+    dims: list[tuple[int, int]] = []
+    for n, s in sorted(
+        ((n, s) for n, s in zip(source.size, source.stride, strict=True) if n > 1), key=lambda dim: -dim[1]
+    ):
+        if dims and dims[-1][1] == n * s:
+            dims[-1] = (dims[-1][0] * n, s)
+        else:
+            dims.append((n, s))
+    return Region(index, source.offset, tuple(dims)) if len(dims) <= 3 else None
 
 
 def _add(
