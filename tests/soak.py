@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, WeightSender
 from fsdp_ipc.control import ControlBlock
+from fsdp_ipc.gather import Gatherer
 from fsdp_ipc.handles import SharedBuffer
 from tests.fake_server import FakeServer
 from tests.fault_server import digests
@@ -60,7 +61,7 @@ class _SoakServer(FakeServer):
         return {
             "workers": [combined(digests(worker.weights)) for worker in self.workers],
             "violations": self.violations,
-            "figures": figures(),
+            "figures": figures() if body.get("figures") else None,
         }
 
 
@@ -126,14 +127,37 @@ def change(model: nn.Module, sync: int) -> None:
         parameter.mul_(-0.9).add_(0.01 * (sync % 17))
 
 
+def _announce_early(sender: Any) -> None:
+    load = Gatherer.load
+
+    def hasty(gatherer: Gatherer, bucket: int, tensors: Any) -> None:
+        sender._delivery._control.produce(sender._sync, bucket + 1)
+        time.sleep(0.4)
+        load(gatherer, bucket, tensors)
+
+    Gatherer.load = hasty
+
+
 def expected(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """All ranks, collective: what the workers must hold; buffers keep their dtype."""
     cast = {name for name, _ in model.named_parameters()} if dtype is not None else set()
     return {name: value.to(dtype) if name in cast else value for name, value in full(model, None).items()}
 
 
-def push(rank: int, world: int, url: str, seed: int, for_s: float, at_most: int) -> dict[str, Any]:
-    """Sync after sync until time is up; what was wrong, and what this rank and the server held along the way."""
+def push(
+    rank: int, world: int, url: str, seed: int, for_s: float, at_most: int, hasty: bool = False
+) -> dict[str, Any]:
+    """Sync after sync until time is up; what was wrong, and what this rank and the server held along the way.
+
+    Args:
+        rank: This rank.
+        world: All ranks.
+        url: The server.
+        seed: Of all that is drawn.
+        for_s: Seconds.
+        at_most: Syncs.
+        hasty: Rank 1 announces each bucket before it fills it, which must show.
+    """
     drawn = random.Random(seed)  # the same on all ranks
     own = random.Random(seed * 7 + rank)  # this rank's own delays
     mesh = init_device_mesh("cpu", (world,))
@@ -168,6 +192,8 @@ def push(rank: int, world: int, url: str, seed: int, for_s: float, at_most: int)
         with WeightSender(
             DTensorSource(model, dtype=dtype), client if rank == 0 else None, **settings
         ) as sender:
+            if hasty and rank == 1:
+                _announce_early(sender)
             for _ in range(SYNCS_A_MODEL):
                 change(model, syncs)
                 if own.random() < 0.2:
@@ -175,17 +201,20 @@ def push(rank: int, world: int, url: str, seed: int, for_s: float, at_most: int)
                 nbytes += sender.send(syncs).bytes
                 syncs += 1
                 wanted = combined(digests(expected(model, dtype)))
-                held = requests.post(f"{url}/held", json={}, timeout=30).json() if rank == 0 else None
-                if held is not None:
+                if rank == 0:
+                    held = requests.post(f"{url}/held", json={}, timeout=30).json()
                     wrong += sum(found != wanted for found in held["workers"])
-                    wrong += len(held["violations"])
                 going = sender.group.broadcast_object(
                     time.monotonic() - began < for_s and syncs < at_most, "soak"
                 )
                 if not going:
                     break
         del model, sender
-        told.append({"sync": syncs, "rank": figures(), "server": held["figures"] if held else None})
+        server = None
+        if rank == 0:
+            held = requests.post(f"{url}/held", json={"figures": True}, timeout=30).json()
+            wrong, server = wrong + len(held["violations"]), held["figures"]
+        told.append({"sync": syncs, "rank": figures(), "server": server})
     ControlBlock.produce, SharedBuffer.close = produce, close
     return {
         "syncs": syncs,

@@ -14,11 +14,11 @@ from tests.soak import RANKS, Server, push
 MIB = 1 << 20
 
 
-def soak(seed: int, for_s: float, at_most: int = 1 << 30) -> list[dict[str, Any]]:
+def soak(seed: int, for_s: float, at_most: int = 1 << 30, *, hasty: bool = False) -> list[dict[str, Any]]:
     """What each rank saw."""
     server = Server(seed)
     try:
-        return run_ranks(push, RANKS, server.url, seed, for_s, at_most, timeout_s=for_s + 120)
+        return run_ranks(push, RANKS, server.url, seed, for_s, at_most, hasty, timeout_s=for_s + 120)
     finally:
         server.close()
 
@@ -59,6 +59,11 @@ def test_a_short_soak() -> None:
     ranks = soak(seed=1, for_s=100.0, at_most=150)
     assert len(ranks[0]["told"]) == 6 and ranks[0]["syncs"] == 150
     check(ranks, limit_bytes=24 * MIB)
+
+
+def test_a_soak_can_fail() -> None:
+    """A rank that announces buckets before they are filled is found out by what was left in the memory."""
+    assert soak(seed=1, for_s=100.0, at_most=5, hasty=True)[0]["wrong"] > 0
 
 
 @pytest.mark.soak
