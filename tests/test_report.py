@@ -160,7 +160,7 @@ def test_odd_runs_have_a_report(case: str, tmp_path: Path) -> None:
     if case == "no spans":
         fill(tmp_path, syncs=False)
     elif case == "32 ranks":
-        fill(tmp_path, ranks=40, steps=60)
+        fill(tmp_path, ranks=40, steps=8)
     elif case != "nothing":
         fill(tmp_path)
         with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -189,6 +189,7 @@ def test_odd_runs_have_a_report(case: str, tmp_path: Path) -> None:
 def test_a_report_that_is_written_anew_keeps_the_jobs_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(report_pictures, "can_draw", lambda: False)
     monkeypatch.setenv("NCCL_TEST", "then")
     write_report(fill(tmp_path), title="a job")
     monkeypatch.setenv("NCCL_TEST", "now")
