@@ -250,8 +250,9 @@ def _push(version: int) -> Push:
 
 @pytest.mark.parametrize("machine", [False, True])
 def test_the_end_of_a_job_in_a_file(
-    machine: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    machine: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(report_pictures, "can_draw", lambda: False)
     with Report(steps=4, active=True, machine=machine) as report:
         report.step(1, 0.5)
         report.pushed(_push(1))
