@@ -1,14 +1,12 @@
-"""Every YAML composes, every documented command line parses, and ranks agree on one quiet run directory."""
+"""Every YAML composes, every documented command line parses, and what cannot work is refused by its name."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from recipes.config import (
     RayJobConfig,
     RemoteJobConfig,
 )
-from recipes.launch import launch_time, quiet_other_ranks, register_configs
+from recipes.launch import register_configs
 from recipes.moe_ep import MoeConfig
 
 ROOT = CONF_DIR.parent
@@ -334,98 +332,6 @@ def test_a_typo_ends_the_job_before_anything_is_started(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "'learning_rate' not in 'OptimConfig'" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_field_F1_other_ranks_write_no_hydra_files() -> None:
-    """https://github.com/Lightning-AI/pytorch-lightning/pull/5629: one directory a rank."""
-    first, second = ["train.py"], ["train.py"]
-    quiet_other_ranks(first, {"RANK": "0"})
-    quiet_other_ranks(second, {"RANK": "1"})
-    assert first == ["train.py"]
-    assert "hydra.output_subdir=null" in second
-
-
-def test_launch_time_is_that_of_the_parent_under_torchrun() -> None:
-    first = launch_time({"TORCHELASTIC_RUN_ID": "none"})
-    time.sleep(1.1)
-    assert launch_time({"TORCHELASTIC_RUN_ID": "none"}) == first
-    assert launch_time({}) > first or launch_time({})[:10] != first[:10]
-
-
-@pytest.mark.parametrize(("run_id", "name"), [("job/1", "job_1"), ("none", "host0-29500")])
-def test_the_ranks_of_several_nodes_name_one_directory(run_id: str, name: str) -> None:
-    """Each node has a torchrun of its own, started at another time; the rendezvous' id is the same in all."""
-    env = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
-    assert launch_time({**env, "TORCHELASTIC_RUN_ID": run_id}) == name
-
-
-# A recipe without a model: what Hydra does on each rank is the same.
-_RECIPE = """
-import logging, os, sys, time
-from pathlib import Path
-import hydra
-from hydra.utils import to_absolute_path
-from recipes.bench import BenchConfig
-from recipes.config import CONF_DIR, JobConfig
-from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
-rank = os.environ.get("RANK", "0")
-time.sleep(1.3 * int(rank))
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
-def main(cfg):
-    job = load(cfg, JobConfig)
-    logging.getLogger("job").info("from rank %s", rank)
-    Path(to_absolute_path(f"result-{rank}")).write_text(f"{run_dir()}\\n{job.data.path}\\n{os.getcwd()}")
-register_configs()
-quiet_other_ranks()
-main()
-"""
-
-
-def _torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    (folder / "job.py").write_text(_RECIPE)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    env.pop("HYDRA_FULL_ERROR", None)
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "job.py",
-        *args,
-    ]
-    return subprocess.run(
-        launch, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-@pytest.mark.parametrize("chdir", [False, True])
-def test_field_F1_F3_one_run_directory_and_the_same_paths_for_late_ranks(tmp_path: Path, chdir: bool) -> None:
-    """https://github.com/Lightning-AI/pytorch-lightning/pull/18145, https://github.com/hydra-ecosystem/hydra/issues/922.
-
-    Rank 1 reaches Hydra 1.3 s after rank 0. There is one directory, rank 0's log alone is in it, and a relative
-    path means the place of the launch, whether or not Hydra changes directory.
-    """
-    done = _torchrun(tmp_path, "data.path=some/text", f"hydra.job.chdir={chdir}")
-    assert done.returncode == 0, done.stderr
-    seen = [(tmp_path / f"result-{rank}").read_text().split("\n") for rank in (0, 1)]
-    assert seen[0] == seen[1]
-    assert seen[0][1] == str(tmp_path / "some/text")
-    directory = Path(seen[0][0])
-    assert [path.parent for path in tmp_path.rglob(".hydra")] == [directory]
-    log = "\n".join(path.read_text() for path in directory.glob("*.log"))
-    assert "from rank 0" in log
-    assert "from rank 1" not in log
-    assert list((tmp_path / "outputs" / "train").iterdir()) == [directory]
-
-
-def test_field_F5_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
-    """https://github.com/hydra-ecosystem/hydra/issues/951: the second job would share the first one's group."""
-    done = _torchrun(tmp_path, "-m", "transfer.bucket_mb=32,64")
-    assert done.returncode != 0
-    assert "start torchrun once for each" in done.stderr
-    assert not list(tmp_path.glob("result-*"))
 
 
 def test_field_C1_the_number_of_the_refusal_is_a_setting_of_the_recipes() -> None:
