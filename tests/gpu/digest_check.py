@@ -14,6 +14,11 @@ from typing import Any
 import torch
 
 from fsdp_ipc.digest import CHUNK_WORDS, Digester, Run, digest_of, word_factor
+from fsdp_ipc.digest_file import DigestFile, Region
+from fsdp_ipc.vllm_plugin.copy_layout import Layout
+from fsdp_ipc.vllm_plugin.copy_memory import Piece
+from fsdp_ipc.vllm_plugin.payload import TensorRow
+from fsdp_ipc.vllm_plugin.verify import LiveVerifier, VerificationError, VerifyCounts
 
 _U64 = (1 << 64) - 1
 _DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8)
@@ -82,6 +87,86 @@ def compare(device: torch.device) -> dict[str, Any]:
     }
 
 
+def live(device: torch.device) -> dict[str, Any]:
+    """The worker's half on this device: a merged parameter, a transposed one, an expert of many, and a slice."""
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    shapes = {"q": (96, 64), "k": (31, 64), "turned": (300, 1100), "expert": (40, 24), "slice": (50, 64)}
+    sent = {
+        name: torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    merged = torch.cat([sent["q"], sent["k"]])
+    turned = sent["turned"].t().contiguous()
+    experts = torch.stack([sent["expert"] + n for n in range(3)])
+    experts[1].copy_(sent["expert"])
+    columns = sent["slice"][:, 32:].contiguous()
+
+    def whole(
+        name: str, held: torch.Tensor, at: torch.Tensor, source: torch.Tensor
+    ) -> tuple[torch.Tensor, Piece]:
+        return held, Piece(name=name, source=Layout.of(source), target=Layout.of(at), dtype=held.dtype)
+
+    places = {
+        "q": [whole("q", merged, merged[:96], sent["q"])],
+        "k": [whole("k", merged, merged[96:], sent["k"])],
+        "turned": [whole("turned", turned, turned.t(), sent["turned"])],
+        "expert": [whole("expert", experts, experts[1], sent["expert"])],
+        "slice": [whole("slice", columns, columns, sent["slice"][:, 32:])],
+    }
+    rows = [TensorRow(name, t.dtype, tuple(t.shape), 0, 0, 0) for name, t in sent.items()]
+    file = DigestFile.create(len(rows), rank=0)
+    verifier = LiveVerifier(device)
+    verifier.open(file.name, len(rows))
+    digests = torch.tensor([_signed(digest_of(sent[row.name])) for row in rows])
+    buckets, basis = [rows], object()
+
+    def check(sync: int) -> VerifyCounts:
+        honoured, regions = file.asked(-1) or (0, [])
+        parts = [_signed(_of_region(sent[rows[region.row].name], region)) for region in regions]
+        file.write(sync, 0, 1, digests, honoured=honoured, parts=torch.tensor(parts, dtype=torch.int64))
+        return verifier.check(sync, buckets, basis, places.__getitem__, "worker")
+
+    first, second = check(1), check(2)
+    missed = []
+    for name, held, index in (
+        ("q", merged, (95, 63)),
+        ("k", merged, (96, 0)),
+        ("turned", turned, (7, 9)),
+        ("expert", experts, (1, 39, 23)),
+        ("slice", columns, (49, 31)),
+    ):
+        bits = held.view(torch.int16)
+        bits[index] ^= 1
+        try:
+            check(3)
+            missed.append(name)
+        except VerificationError as error:
+            if f"{name!r} (sent" not in str(error) or "1 of 5" not in str(error):
+                missed.append(f"{name}: {error}")
+        bits[index] ^= 1
+    check(4)
+    file.close()
+    verifier.close()
+    return {
+        "first": first.verified,
+        "second": second.verified,
+        "unverified": second.unverified,
+        "missed": missed,
+    }
+
+
+def _of_region(tensor: torch.Tensor, region: Region) -> int:
+    """The digest of a region by another way: everything else set to zero."""
+    sizes, strides = zip(*region.dims, strict=True)
+    alone = torch.zeros_like(tensor)
+    alone.as_strided(sizes, strides, region.offset).copy_(tensor.as_strided(sizes, strides, region.offset))
+    return digest_of(alone)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
 def speed(device: torch.device, nbytes: int, num_tensors: int, lead: int = 0) -> dict[str, float]:
     """GB/s over `num_tensors` neighbours; `lead` bytes take them off their alignment."""
     memory = torch.randint(0, 1 << 30, (nbytes // 4 + 64,), dtype=torch.int32, device=device).view(
@@ -133,6 +218,7 @@ def main() -> int:
     """Check and time; 1 if anything is wrong."""
     device = torch.device("cuda", torch.cuda.current_device())
     found = compare(device)
+    held = live(device)
     timed = {
         "8_gb_in_300": speed(device, 8 << 30, 300),
         "8_gb_in_20000": speed(device, 8 << 30, 20000),
@@ -145,6 +231,7 @@ def main() -> int:
         and not found["differ_from_definition"]
         and all(found["dtypes"].values())
         and found["one_bit_noticed"]
+        and (held["first"], held["second"], held["missed"]) == (4, 5, [])
         and not any(one["allocations"] for one in timed.values())
     )
     report = {
@@ -152,6 +239,7 @@ def main() -> int:
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "checks": found,
+        "live": held,
         "speed": timed,
         "copy_read_gb_per_s": copy_speed(device, 8 << 30),
     }
