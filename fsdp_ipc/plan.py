@@ -18,7 +18,7 @@ from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
 from fsdp_ipc.pieces import Piece, align, clusters_of, cut, cut_local, local_piece, units_of, whole_piece
 from fsdp_ipc.recipe import Emit
 
-DEFAULT_BUCKET_BYTES = 1 << 30
+DEFAULT_BUCKET_BYTES = 2 << 30
 """Slot size when the caller names none; the largest tensor makes it grow (Qwen3-8B's embedding has 1.16 GiB)."""
 
 
@@ -43,7 +43,7 @@ class PlanLimits:
     """What the wire and the settings ask of a plan.
 
     Attributes:
-        bucket_bytes: Size of a staging slot; None sizes it to the largest tensor, at least 1 GiB unless all fits in less.
+        bucket_bytes: Size of a staging slot; None sizes it to the largest tensor, at least 2 GiB unless all fits in less.
         num_slots: Staging slots that the buckets take in turn.
         packed: Buckets in slots; False gives every item an allocation of its own and one bucket.
         alignment: Every training tensor starts at a multiple of it, in bytes; checkpoint tensors that are slices of

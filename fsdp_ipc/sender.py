@@ -48,7 +48,7 @@ class WeightSender:
         backend: `"fsdp_ipc"` (our plugin in the server), `"ipc"` (stock vLLM), or `"auto"`: what the server has.
         packed: Full tensors are put together in persistent staging slots. False gives every tensor its own
             allocation, which is held on every rank until after the barrier that follows `finish`.
-        bucket_bytes: Size of a slot in bytes; None sizes it to the largest tensor, at least 1 GiB.
+        bucket_bytes: Size of a slot in bytes; None sizes it to the largest tensor, at least 2 GiB.
         num_slots: Slots; with two or more, a bucket is gathered while the worker loads the one before.
         timeouts: See `Timeouts`.
         rank_local_experts: Deliver experts to the worker on the same device only, where the layouts allow it.

@@ -325,7 +325,9 @@ class Bench:
             verdict=run.verdict.text(),
         )
         if dist.get_world_size() > 1:
-            self.log.say(f"  {run.name}: {run.traffic / 1e6:,.3f} MB a push came from other ranks")
+            # Only collectives that this package starts are counted.
+            if not run.name.startswith(("vllm", "file")):
+                self.log.say(f"  {run.name}: {run.traffic / 1e6:,.3f} MB a push came from other ranks")
         if run.name == "ours" and dist.get_rank() == 0 and run.variant is not None:
             stem = case.replace(" ", "-")
             spans = run.variant.spans()

@@ -87,6 +87,14 @@ def bench(options: argparse.Namespace, out: Path, clock: Clock, results: Results
                     )
 
 
+GRAPHS = [
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"mode":0,"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1,2,4,8]}',
+]
+"""A server that captures CUDA graphs; without compiling, which takes minutes."""
+
+
 def correct(options: argparse.Namespace, out: Path, clock: Clock, results: Results) -> None:
     """Weights and words after a push are those of a server that was started from the checkpoint."""
     on_gpu = options.device == "cuda"
@@ -112,8 +120,27 @@ def correct(options: argparse.Namespace, out: Path, clock: Clock, results: Resul
                     fleet.start(
                         ServerSpec(name=f"{kind}-{name}", model_dir=model, backend=backend, args=args)
                     )
+        if on_gpu:
+            # Field case E9, https://github.com/vllm-project/vllm/issues/48941: captured graphs keep addresses.
+            for name, backend, args in (
+                ("dense-graphs", "fsdp_ipc", []),
+                ("dense-graphs-loaded", "ipc", loaded),
+            ):
+                fleet.start(
+                    ServerSpec(
+                        name=name, model_dir=folders["dense-a"], backend=backend, args=[*GRAPHS, *args]
+                    )
+                )
         urls = fleet.wait(clock.left(options.start_timeout))
         tasks: list[dict[str, Any]] = []
+        if on_gpu:
+            task: dict[str, Any] = {"kind": "push_equals_load", "name": "field E9, with graphs"}
+            task["shape"] = shapes["dense"]
+            task |= {
+                letter: str(folders[f"dense-{letter[-1]}"]) for letter in ("checkpoint_a", "checkpoint_b")
+            }
+            task |= {"url": urls.get("dense-graphs"), "reference": urls.get("dense-graphs-loaded")}
+            tasks.append(task)
         for kind, shape in shapes.items():
             base: dict[str, Any] = {
                 "shape": shape,
