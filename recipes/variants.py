@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_ipc import DTensorSource, WeightSender
 from fsdp_ipc.clients import HTTPWeightSyncClient
+from fsdp_ipc.verify import Verify
 from recipes.probe import WorkerProbe
 from recipes.ranks import on_rank0
 from recipes.shapes import checkpoint_tensors, sent_naming
@@ -31,12 +32,16 @@ VARIANTS = (
     "ours",
     "ours_unpacked",
     "ours_everywhere",
+    "ours_sampled",
+    "ours_verified",
     "file",
 )
 """vLLM's own trainer function; our sender over the stock wire; our sender with our plugin (packed,
-unpacked, every expert to every worker); a file in between."""
+unpacked, every expert to every worker, `verify="sample"`, `verify="full"`); a file in between."""
 
 Span = tuple[str, int, float, float]
+
+_VERIFY: dict[str, Verify] = {"sampled": "sample", "verified": "full"}
 
 
 class Unavailable(Exception):  # noqa: N818 - an outcome, not a failure
@@ -92,6 +97,7 @@ class OurVariant:
         num_slots: int,
         group: Any,
         rank_local_experts: bool,
+        verify: Verify,
     ) -> None:
         self.server = backend
         source = DTensorSource(model, dtype=dtype, keep=(), naming=sent_naming(model, experts))
@@ -104,6 +110,7 @@ class OurVariant:
             bucket_bytes=bucket_bytes,
             num_slots=num_slots,
             rank_local_experts=rank_local_experts,
+            verify=verify,
         )
 
     def send(self) -> dict[str, Any]:
@@ -257,6 +264,7 @@ def make_variant(
         num_slots=num_slots,
         group=group,
         rank_local_experts=mode != "everywhere",
+        verify=_VERIFY.get(mode, "off"),
     )
 
 
