@@ -324,10 +324,9 @@ class Bench:
             speed_up=median(stock.seconds) / seconds["median"] if stock is not None else None,
             verdict=run.verdict.text(),
         )
-        if dist.get_world_size() > 1:
-            # Only collectives that this package starts are counted.
-            if not run.name.startswith(("vllm", "file")):
-                self.log.say(f"  {run.name}: {run.traffic / 1e6:,.3f} MB a push came from other ranks")
+        # Only collectives that this package starts are counted.
+        if dist.get_world_size() > 1 and not run.name.startswith(("vllm", "file")):
+            self.log.say(f"  {run.name}: {run.traffic / 1e6:,.3f} MB a push came from other ranks")
         if run.name == "ours" and dist.get_rank() == 0 and run.variant is not None:
             stem = case.replace(" ", "-")
             spans = run.variant.spans()
