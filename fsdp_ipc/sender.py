@@ -30,6 +30,8 @@ from fsdp_ipc.wire.stock_delivery import StockDelivery
 from fsdp_ipc.wire.stock_experts import PlacementStrategy
 from fsdp_ipc.wire.stock_verify import ReplicaCheck
 
+_VERBS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
 Backend = Literal["auto", "fsdp_ipc", "ipc"]
 
 logger = logging.getLogger(__name__)
@@ -341,9 +343,12 @@ def _dialect(version: str, on_unknown: Literal["refuse", "nearest"] | None) -> S
 
 def _check_client(client: Any, timeouts: Timeouts) -> None:
     """Refuse what is no client; hold its requests to the sender's own time-out."""
-    if not isinstance(client, WeightSyncClient):
+    # By attribute: from Python 3.12 on, `isinstance` does not see the verbs of a client that passes them on to another.
+    missing = [verb for verb in _VERBS if not callable(getattr(client, verb, None))]
+    if missing:
         raise TypeError(
-            f"expected a client such as HTTPWeightSyncClient(url), got {type(client).__name__}: {client!r}"
+            f"expected a client such as HTTPWeightSyncClient(url), got {type(client).__name__} without "
+            f"{', '.join(missing)}: {client!r}"
         )
     if getattr(client, "request_timeout_s", 0.0) > timeouts.request_s:
         client.request_timeout_s = timeouts.request_s  # type: ignore[attr-defined]
