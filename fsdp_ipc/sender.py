@@ -351,7 +351,7 @@ def _check_client(client: Any, timeouts: Timeouts) -> None:
             f"{', '.join(missing)}: {client!r}"
         )
     if getattr(client, "request_timeout_s", 0.0) > timeouts.request_s:
-        client.request_timeout_s = timeouts.request_s  # type: ignore[attr-defined]
+        client.request_timeout_s = timeouts.request_s
 
 
 def _check_settings(backend: str, bucket_bytes: Any, num_slots: int, expert_placement: str | None) -> None:

@@ -85,6 +85,8 @@ def bench(options: argparse.Namespace, out: Path, clock: Clock, results: Results
                     clock.say(
                         f"the end of the log of {model}-{backend}: {fleet.tail(f'{model}-{backend}', 15)}"
                     )
+            for backend in given:
+                fleet.stop(f"{model}-{backend}")  # the next model needs the memory
 
 
 GRAPHS = [
@@ -224,7 +226,7 @@ def faults(options: argparse.Namespace, out: Path, clock: Clock, results: Result
                 "shape": shape,
                 "backend": backend,
                 "url": urls.get(backend),
-                "dtype": "float32",  # which is cast into staging, so that there are several buckets
+                "dtype": "float32",
                 "bucket_bytes": (64 << 20) if on_gpu else 100_000,
                 "pids": fleet.processes(backend),
             }
