@@ -32,6 +32,9 @@ from fsdp_ipc.union import place_tensors, unite
 logger = logging.getLogger(__name__)
 
 
+_LOCAL = operator.attrgetter("_local_tensor")
+
+
 class Stage:
     """Plan, staging memory and gatherer of one sender, kept from sync to sync.
 
@@ -70,6 +73,10 @@ class Stage:
         self._slots: StagingBuffer | None = None
         self._singles: list[SharedBuffer] = []
         self._resident_pointers: tuple[int, ...] = ()
+        self._at: list[int] = []
+        self._seen: list[Held] = []
+        self._wrapped: list[Any] = []
+        self._plain: list[Any] = []
         self._gatherer: Gatherer | None = None
         self._tensors: Sequence[Held] = ()
         self._plan: TransferPlan | None = None
@@ -149,6 +156,7 @@ class Stage:
         if self._slots is not None:
             self._slots.close()
         self._slots, self._gatherer, self._plan = None, None, None
+        self._seen, self._wrapped, self._plain = [], [], []
         self._tensors, self.handles, self.memory = (), [], []
 
     def _measure(self, plan: TransferPlan, items: Sequence[StreamItem]) -> tuple[int, int, int]:
@@ -181,6 +189,7 @@ class Stage:
             counts = self._measure(plan, united)
         self._tensors = tensors
         self._own_items, self._items, self._wanted, self._plan = items, united, wanted, plan
+        self._at = [united[i].index for i in plan.resident]
         self.num_tensors, self.wire_bytes, self.resident_bytes = counts
 
     def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
@@ -201,8 +210,13 @@ class Stage:
         """Where the exported tensors lie; 0 for one that no longer lies in one piece."""
         if self._plan is None:
             return ()
-        held = (self._tensors[self._items[i].index] for i in self._plan.resident)
-        own: list[Any] = [t._local_tensor if isinstance(t, DTensor) else t for t in held]
+        # Thousands of tensors at every sync: no loop of Python's while they are the same objects.
+        held = list(map(self._tensors.__getitem__, self._at))
+        if len(held) != len(self._seen) or not all(map(operator.is_, held, self._seen)):
+            self._seen = held
+            self._wrapped = [t for t in held if isinstance(t, DTensor)]
+            self._plain = [t for t in held if not isinstance(t, DTensor)]
+        own = [*map(_LOCAL, self._wrapped), *self._plain]
         whole = map(torch.Tensor.is_contiguous, own)
         return tuple(map(operator.mul, map(torch.Tensor.data_ptr, own), whole))
 
