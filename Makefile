@@ -29,6 +29,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 RANKS ?= $(shell if [ $(SERVER) = vllm ]; then nvidia-smi -L | wc -l; else echo 2; fi)
 PYTEST = $(PY) -m pytest
+# Files of tests that run side by side: most wait for processes to start. Each file stays in one process.
+JOBS ?= 2
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
 # Further arguments: make test ARGS="-k name", make demo ARGS="train.steps=50"
 ARGS ?=
 # Of the scripts behind them: make test-gpu GPU_ARGS="--server-arg=--attention-backend --server-arg=TRITON_ATTN"
@@ -46,10 +49,10 @@ wheels: $(READY) ## fetch the few files of released vLLM wheels that contract te
 	@$(PY) -m tests.vllm_wheels || echo "Without them the contract tests of these releases are skipped." >&2
 
 test: $(READY) wheels ## run every test that this machine can run, real vLLM servers included
-	@$(PYTEST) -m "not soak" $(ARGS)
+	@$(PYTEST) $(SIDE_BY_SIDE) -m "not soak" $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no server
-	@$(PYTEST) -m "not server and not soak" $(ARGS)
+	@$(PYTEST) $(SIDE_BY_SIDE) -m "not server and not soak" $(ARGS)
 
 test-gpu: $(READY) ## run the tests that need one GPU, then real servers on it: weights, words, faults
 	@$(PYTEST) -m "gpu and not multigpu" $(ARGS)
