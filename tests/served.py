@@ -26,13 +26,13 @@ class Served:
 
 
 def served(server: Server | str, replica: int) -> Served:
-    """Checksums by parameter, the prompt's log-probabilities and the greedy tokens after it, of one replica."""
+    """Checksums by worker and parameter, the prompt's log-probabilities and the greedy tokens after it, of one replica."""
     url = server if isinstance(server, str) else server.url
     answer = requests.post(f"{url}/weight_checker", json={"action": "checksum"}, timeout=60)
     assert answer.status_code == requests.codes.ok, answer.text
     prefix = f"dp{replica}:"
     checksums = {
-        key.rpartition(":")[2]: value
+        key.removeprefix(prefix): value
         for key, value in answer.json()["checksums"].items()
         if key.startswith(prefix)
     }
