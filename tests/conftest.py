@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,11 @@ try:
     settings.load_profile("default")
 except ImportError:  # the tests that need it say so themselves
     pass
+
+
+def pytest_configure() -> None:
+    """A run that is told to end takes its servers along, as with Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
