@@ -303,7 +303,12 @@ class ControlBlock:
             if word >> 32 > sync:
                 raise PeerError(f"the {peer.name} has gone on: {_spell(word)}, waited for {_spell(target)}")
             if words[peer.closed]:
-                raise PeerError(f"the {peer.name} closed the control block at {_spell(word)}")
+                why = (
+                    ": another trainer has connected to its server, or that was stopped; a send connects anew"
+                    if peer is _WORKER
+                    else ""
+                )
+                raise PeerError(f"the {peer.name} closed the control block at {_spell(word)}{why}")
             now = time.monotonic()
             if now - begin >= timeout_s:
                 raise TimeoutError(

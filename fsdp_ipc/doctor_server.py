@@ -150,6 +150,13 @@ def _sleep(url: str, client: HTTPWeightSyncClient) -> Finding:
             "fail",
             f"{url}: its weights sleep, and an update would kill its engine: wake_up(tags=['weights']) before a send",
         )
+    with contextlib.suppress(ServerRequestError):
+        if client.is_paused():
+            return Finding(
+                "warn",
+                f"{url}: its weights are awake, but it is paused and answers no requests, perhaps since a sync that failed: "
+                "resume() of the client, POST /resume",
+            )
     return Finding("ok", f"{url}: its weights are awake")
 
 

@@ -16,7 +16,7 @@ class WeightSyncError(Exception):
         step: Name of the protocol step at which the sync ended, for example `"gather"`.
         failures: Cause by rank *of the trainer group* (not the global rank), in the words of that rank,
             the server's own text included.
-        server_paused: The server was left paused, as `on_failure="pause"` asks.
+        server_paused: The server was left paused, as `on_failure="pause"` asks; False, too, if nobody could do it.
     """
 
     __module__ = "fsdp_ipc"

@@ -232,6 +232,20 @@ class TrainerGroup:
         except RuntimeError:
             return False  # the exchange itself will tell
 
+    def leave_note(self, name: str, text: str) -> None:
+        """This rank: leave a text for the others in the job's store; not collective, and never an error."""
+        if self.size > 1:
+            with suppress(RuntimeError):
+                self._store.set(f"note/{name}", text)
+
+    def read_note(self, name: str, timeout_s: float) -> str | None:
+        """A text that another rank leaves within a time, or None. Not collective."""
+        try:
+            self._store.wait([f"note/{name}"], timedelta(seconds=timeout_s))
+            return bytes(self._store.get(f"note/{name}")).decode()
+        except (RuntimeError, AttributeError):  # no such note, no store any more, or no others
+            return None
+
     def _alarm(self) -> None:
         """Let the others know before they come: they may be waiting for what will not happen any more."""
         with suppress(RuntimeError):

@@ -12,10 +12,30 @@ OnFailure = Literal["raise", "pause"]
 
 logger = logging.getLogger(__name__)
 
-_RESUME = (
-    "The next send that goes well resumes it; to serve what it holds now, weights of two versions perhaps, call resume() of "
-    "the client"
+_PAUSED = (
+    "the server stays paused. The next send of this sender that goes well resumes it; to serve what it holds now, weights "
+    "of two versions perhaps, or after the job was started anew, call resume() of the client"
 )
+
+
+_BEFORE = frozenset(
+    {
+        "group",
+        "set-up",
+        "server",
+        "connect",
+        "metadata",
+        "plan",
+        "allocation",
+        "export",
+        "handles",
+        "verify",
+        "start",
+    }
+)
+"""Steps at which no weights have moved yet: the server holds what it held."""
+
+_HEAR_S = 2.0
 
 
 class FailurePolicy:
@@ -32,21 +52,33 @@ class FailurePolicy:
         self._client = client if group.is_sender else None
         self._paused = False
 
-    def failed(self, error: BaseException) -> None:
-        """This rank, after a failed sync: the sender pauses the server; the error says so on every rank."""
-        if not self._pauses:
+    def failed(self, error: BaseException, sync: int) -> None:
+        """This rank, after a failed sync: the sender pauses the server; the error says on every rank how that went."""
+        if not self._pauses or (isinstance(error, WeightSyncError) and error.step in _BEFORE):
             return
         self._paused = True
-        told = f"on_failure='pause': the server stays paused. {_RESUME}"
         if self._client is not None:
             try:
                 # Running requests would go on with weights of two versions: they end here.
                 self._client.pause()
+                outcome = _PAUSED
             except Exception as caught:  # noqa: BLE001  the sync has a cause of its own
-                told = f"on_failure='pause': the server could NOT be paused: {describe(caught)}"
-            logger.warning("%s", told)
+                outcome = f"the server could NOT be paused: {describe(caught)}"
+            self._group.leave_note(f"pause/{sync}", outcome)
+            logger.warning("on_failure='pause': %s", outcome)
+        elif isinstance(error, WeightSyncError):
+            outcome = self._heard(error, sync)
         if isinstance(error, WeightSyncError):
-            error.advise(told, server_paused=True)
+            error.advise(f"on_failure='pause': {outcome}", server_paused=outcome == _PAUSED)
+
+    def _heard(self, error: WeightSyncError, sync: int) -> str:
+        """What the rank that talks to the server says it has done; a dead one has done nothing."""
+        sender = self._group.sender_rank
+        dead = "died" in error.failures.get(sender, "")
+        return (None if dead else self._group.read_note(f"pause/{sync}", _HEAR_S)) or (
+            f"rank {sender}, which talks to the server, did not say that it has paused it: pause() it by hand before it "
+            "serves weights of two versions"
+        )
 
     def succeeded(self) -> None:
         """All ranks, collective after a failed sync: the server holds whole weights again and may serve them.

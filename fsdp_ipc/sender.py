@@ -101,6 +101,7 @@ class WeightSender:
     ) -> None:
         _check_settings(backend, bucket_bytes, num_slots, expert_placement)
         check_verify(verify)
+        _check_kinds(source, timeouts, callbacks)
         members = group if group is not None else source.mesh()
         if members is None and dist.is_initialized():
             raise ValueError(
@@ -135,10 +136,6 @@ class WeightSender:
             if client is not None:
                 _check_client(client, self._timeouts)
             check_on_failure(on_failure, client if self._group.is_sender else None)
-            if not isinstance(source, WeightSource):
-                raise TypeError(
-                    f"expected a source such as DTensorSource(model), got {type(source).__name__}"
-                )
             sweep_stale()
             self._device = device if device is not None else _device_of(source)
         self._callbacks = CallbackRunner(callbacks, self._group, client)
@@ -263,7 +260,7 @@ class WeightSender:
             # Ctrl-C, too: the next send must find nothing half-open.
             error = self._group.tell("prepare", caught)
             self._delivery.recover(f"{type(error).__name__}: {error}")
-            self._policy.failed(error)
+            self._policy.failed(error, self._sync)
             self._callbacks.failed(error)
             raise error from error.__cause__
         self._policy.succeeded()
@@ -352,6 +349,17 @@ def _check_client(client: Any, timeouts: Timeouts) -> None:
         )
     if getattr(client, "request_timeout_s", 0.0) > timeouts.request_s:
         client.request_timeout_s = timeouts.request_s
+
+
+def _check_kinds(source: Any, timeouts: Any, callbacks: Any) -> None:
+    if any(not callable(getattr(source, name, None)) for name in ("items", "tensors", "mesh")):
+        raise TypeError(f"expected a source such as DTensorSource(model), got {type(source).__name__}")
+    if timeouts is not None and not isinstance(timeouts, Timeouts):
+        raise TypeError(
+            f"timeouts={timeouts!r}: expected Timeouts(request_s=..., transfer_s=..., control_s=...)"
+        )
+    if not isinstance(callbacks, Sequence):
+        raise TypeError(f"callbacks={callbacks!r}: expected a list of callbacks")
 
 
 def _check_settings(backend: str, bucket_bytes: Any, num_slots: int, expert_placement: str | None) -> None:

@@ -248,7 +248,9 @@ def test_a_server_that_dies_is_told_with_its_log(fake_vllm: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_the_server_goes_when_the_trainer_is_killed(tmp_path: Path, how: signal.Signals) -> None:
     script = f"""
-import sys, time
+import signal, sys, time
+# A run in the background may have been started with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 import recipes.serve
 from recipes.config import ServerConfig

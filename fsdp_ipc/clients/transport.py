@@ -41,6 +41,10 @@ class HTTPTransport:
         connect_timeout_s: float = 10.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if not isinstance(urls, (str, Sequence)):
+            raise TypeError(
+                f"urls={urls!r}: expected a server's base URL, e.g. http://127.0.0.1:8000, or a list of them"
+            )
         given = [urls] if isinstance(urls, str) else list(urls)
         self.urls: tuple[str, ...] = tuple(url.rstrip("/") for url in given)
         if not self.urls:
