@@ -89,6 +89,46 @@ def test_a_server_that_cannot_pause_or_resume_is_told_of() -> None:
     assert "could NOT be paused" in told[0][0] and "no pause today" in told[0][0]
 
 
+def _too_small(rank: int, world: int, url: str) -> tuple[str, bool, bool]:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    with make_sender(model, url, bucket_bytes=8, on_failure="pause") as sender:
+        error = _fail(lambda: sender.send(1))
+        sender.group.vote("look")
+        return str(error), error.server_paused, HTTPWeightSyncClient(url).is_paused()
+
+
+def test_a_server_that_got_no_weights_is_left_alone() -> None:
+    with FakeServer(backend="fsdp_ipc", workers=[NativeWorker(0), NativeWorker(1)]) as server:
+        for said, told, paused in run_ranks(_too_small, 2, server.url):
+            assert "'plan'" in said and "bucket_bytes" in said and "on_failure" not in said
+            assert not told and not paused
+
+
+def _sender_dies(rank: int, world: int, url: str) -> tuple[str, bool]:
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    sender = make_sender(model, url, bucket_bytes=800, on_failure="pause")
+    sender.send(1)
+    if rank == 0:
+        return "", False  # as if it had died: it never comes to the next send
+    error = _fail(lambda: sender._policy.failed(known, 2) or _raise(known))
+    return str(error), error.server_paused
+
+
+known = WeightSyncError("gather", {0: "its process (pid 1) died. Restart the job"})
+
+
+def _raise(error: WeightSyncError) -> None:
+    raise error
+
+
+def test_nobody_says_that_a_dead_rank_has_paused_the_server() -> None:
+    with FakeServer(backend="fsdp_ipc", workers=[NativeWorker(0), NativeWorker(1)]) as server:
+        _, (said, paused) = run_ranks(_sender_dies, 2, server.url)
+        assert not server.paused
+    assert "rank 0, which talks to the server, did not say that it has paused it" in said
+    assert not paused
+
+
 class _Bare:
     """vLLM's four verbs and no more."""
 
