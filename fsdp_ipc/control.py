@@ -302,6 +302,9 @@ class ControlBlock:
                 return
             if word >> 32 > sync:
                 raise PeerError(f"the {peer.name} has gone on: {_spell(word)}, waited for {_spell(target)}")
+            # Looked at again, since it may have said its last word between the two looks.
+            if words[peer.closed] and words[peer.progress] != word:
+                continue
             if words[peer.closed]:
                 why = (
                     ": another trainer has connected to its server, or that was stopped; a send connects anew"
