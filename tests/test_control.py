@@ -403,6 +403,32 @@ def peer_receive(state, name, handles, syncs, num_buckets, delay_s):
     return right
 
 
+def test_a_last_word_before_closing_counts(trainer):
+    """The worker consumes and closes just between the trainer's look at its progress and the one at its door."""
+    worker = ControlBlock.open(trainer.name)
+    worker.consume(1, 1)
+    words = trainer._words
+
+    class Slow:
+        looked = False
+
+        def __getitem__(self, index):
+            value = words[index]
+            if index == control._WORKER.progress and not self.looked:
+                self.looked = True
+                worker.consume(1, 2)
+                worker.close()
+            return value
+
+    trainer._words = Slow()
+    try:
+        trainer.wait_consumed(1, 2, 5)
+        with pytest.raises(PeerError, match="closed the control block at bucket count 2"):
+            trainer.wait_consumed(1, 3, 5)
+    finally:
+        trainer._words = words
+
+
 @pytest.mark.parametrize(("num_slots", "delay_s"), [(1, 0.0), (2, 0.003), (3, 0.0)])
 def test_a_poisoning_trainer_never_reaches_a_worker_that_reads(trainer, num_slots, delay_s):
     """Every slot is overwritten with 0xFF the moment that the worker has let go of it."""
