@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,6 +59,7 @@ def check(job: JobConfig) -> None:
         raise ValueError(
             "logger.tensorboard=True: the package tensorboard is not installed: pip install tensorboard"
         )
+    _check_length(job)
     _check_mesh(job)
     check_server(job.inference, "inference")
     if isinstance(job, GrpoJobConfig):
@@ -79,6 +82,19 @@ def refuse_unknown(settings: Any, key: str = "") -> None:
             raise ValueError(f"{key}{name}: no such setting; there are {', '.join(known)}")
         if is_dataclass(value):
             refuse_unknown(value, f"{key}{name}.")
+
+
+def _check_length(job: JobConfig) -> None:
+    """The server must not be asked for more positions than a checkpoint has: it would say so only after a minute."""
+    config = Path(job.model.path or "") / "config.json"
+    if job.inference.url is not None or job.model.path is None or not config.is_file():
+        return
+    positions = json.loads(config.read_text()).get("max_position_embeddings")
+    if isinstance(positions, int) and 0 < positions < job.inference.max_model_len:
+        raise ValueError(
+            f"inference.max_model_len={job.inference.max_model_len}: the checkpoint at model.path has {positions} positions "
+            "(max_position_embeddings): say that number or less"
+        )
 
 
 def check_server(server: ServerConfig, key: str) -> None:

@@ -341,3 +341,15 @@ def test_field_C1_the_number_of_the_refusal_is_a_setting_of_the_recipes() -> Non
     assert job.transfer.bucket_mb is not None
     assert int(job.transfer.bucket_mb * 2**20) == needed
     assert _compose([]).transfer.bucket_mb is None  # left out, it is sized to the largest tensor
+
+
+def test_more_positions_than_a_checkpoint_has_are_refused_by_the_settings_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    job = PushJobConfig()
+    job.model.path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"inference\.max_model_len=1024: .* has 512 positions"):
+        check(job)
+    job.inference.max_model_len = 512
+    check(job)
+    job.inference.max_model_len, job.inference.url = 1024, "http://127.0.0.1:1"
+    check(job)  # a server that somebody else has started
