@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_ipc import shm
-from fsdp_ipc.process import pid_namespace, start_time
+from fsdp_ipc.process import ProcessName, pid_namespace, start_time
 
 _MAGIC = 0x66736470_69706301  # "fsdpipc" and the version of this layout
 _HEADER_BYTES = 4096
@@ -302,10 +302,9 @@ class ControlBlock:
                 return
             if word >> 32 > sync:
                 raise PeerError(f"the {peer.name} has gone on: {_spell(word)}, waited for {_spell(target)}")
-            # Looked at again, since it may have said its last word between the two looks.
-            if words[peer.closed] and words[peer.progress] != word:
-                continue
             if words[peer.closed]:
+                if words[peer.progress] != word:
+                    continue  # it said its last word between the two looks
                 why = (
                     ": another trainer has connected to its server, or that was stopped; a send connects anew"
                     if peer is _WORKER
@@ -337,18 +336,11 @@ class ControlBlock:
 
     def _alive(self, peer: _Side) -> bool:
         words = self._words
-        pid = words[peer.pid]
+        pid, namespace = words[peer.pid], words[peer.namespace]
         # A process id of another PID namespace says nothing here; then only the time-out ends a wait.
-        if pid == 0 or words[peer.namespace] == 0 or words[peer.namespace] != pid_namespace():
+        if pid == 0 or namespace == 0 or namespace != pid_namespace():
             return True
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        started = start_time(pid)
-        return started is None or started == words[peer.start_time]
+        return not ProcessName("", namespace, pid, words[peer.start_time]).is_dead()
 
 
 def _check_u32(what: str, value: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,25 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece, detached; an empty tensor where the rank holds none."""
     # to_local() would note an autograd step for each of hundreds of parameters.
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class LocalTensors:
+    """This rank's pieces of thousands of tensors, taken anew at every sync with no loop of Python's.
+
+    Args:
+        tensors: DTensors and plain tensors; the pieces come in another order, which is always the same.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.wrapped = [t for t in tensors if isinstance(t, DTensor)]
+        self._plain = [t for t in tensors if not isinstance(t, DTensor)]
+
+    def now(self) -> list[torch.Tensor]:
+        """The pieces, not detached."""
+        return [*map(_LOCAL, self.wrapped), *self._plain]
+
+
+_LOCAL = operator.attrgetter("_local_tensor")
 
 
 def as_dtensor(name: str, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_ipc.dtypes import dtype_name
 from fsdp_ipc.full import Held, full_tensors
-from fsdp_ipc.layout import as_dtensor, layout_of
+from fsdp_ipc.layout import LocalTensors, as_dtensor, layout_of
 from fsdp_ipc.metadata import ParamMeta, StreamItem, TensorSpec
 from fsdp_ipc.naming import Naming, Patterns, naming_for, wire_dtype
 from fsdp_ipc.peft import LowRankMerge
@@ -302,9 +302,8 @@ class _Seen:
         self._empty = [registry for registry in whole if not registry]
         self._objects = self._now()
         tensors = [each for each in self._objects if isinstance(each, torch.Tensor)]
-        self._wrapped = [t for t in tensors if isinstance(t, DTensor)]
-        self._plain = [t for t in tensors if not isinstance(t, DTensor)]
-        self._specs = [t._spec for t in self._wrapped]
+        self._locals = LocalTensors(tensors)
+        self._specs = list(map(_SPEC, self._locals.wrapped))
         self._dtypes, self._shapes = self._kinds()
 
     def differs(self) -> bool:
@@ -313,14 +312,14 @@ class _Seen:
         # `!=` on tensors would compare their elements.
         if len(now) != len(self._objects) or not all(map(operator.is_, now, self._objects)):
             return True
-        if any(self._empty) or not all(map(operator.is_, map(_SPEC, self._wrapped), self._specs)):
+        if any(self._empty) or not all(map(operator.is_, map(_SPEC, self._locals.wrapped), self._specs)):
             return True
         dtypes, shapes = self._kinds()
         return not all(map(operator.is_, dtypes, self._dtypes)) or shapes != self._shapes
 
     def _kinds(self) -> tuple[list[torch.dtype], list[torch.Size]]:
         # Of local tensors, since a DTensor's own properties take several times as long.
-        held = [*map(_LOCAL, self._wrapped), *self._plain]
+        held = self._locals.now()
         return list(map(_DTYPE, held)), list(map(_SHAPE, held))
 
     def _now(self) -> list[Any]:
@@ -330,8 +329,7 @@ class _Seen:
         return found
 
 
-_SPEC, _LOCAL = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
-_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_SPEC, _DTYPE, _SHAPE = map(operator.attrgetter, ("_spec", "dtype", "shape"))
 
 
 def _check_type(name: str, tensor: torch.Tensor) -> None:

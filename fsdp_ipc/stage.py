@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp_ipc import handles
 from fsdp_ipc.cuda_ipc import expandable_segments_requested
@@ -21,7 +20,7 @@ from fsdp_ipc.full import Held
 from fsdp_ipc.gather import Gatherer
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import IpcHandle, SharedBuffer
-from fsdp_ipc.layout import local_of
+from fsdp_ipc.layout import LocalTensors, local_of
 from fsdp_ipc.metadata import StreamItem
 from fsdp_ipc.plan import PlanLimits, TransferPlan, build_plan
 from fsdp_ipc.replicas import check_replicas
@@ -30,9 +29,6 @@ from fsdp_ipc.staging import StagingBuffer
 from fsdp_ipc.union import place_tensors, unite
 
 logger = logging.getLogger(__name__)
-
-
-_LOCAL = operator.attrgetter("_local_tensor")
 
 
 class Stage:
@@ -74,9 +70,8 @@ class Stage:
         self._singles: list[SharedBuffer] = []
         self._resident_pointers: tuple[int, ...] = ()
         self._at: list[int] = []
-        self._seen: list[Held] = []
-        self._wrapped: list[Any] = []
-        self._plain: list[Any] = []
+        self._seen: list[Any] = []
+        self._locals = LocalTensors(())
         self._gatherer: Gatherer | None = None
         self._tensors: Sequence[Held] = ()
         self._plan: TransferPlan | None = None
@@ -156,7 +151,7 @@ class Stage:
         if self._slots is not None:
             self._slots.close()
         self._slots, self._gatherer, self._plan = None, None, None
-        self._seen, self._wrapped, self._plain = [], [], []
+        self._seen, self._locals = [], LocalTensors(())
         self._tensors, self.handles, self.memory = (), [], []
 
     def _measure(self, plan: TransferPlan, items: Sequence[StreamItem]) -> tuple[int, int, int]:
@@ -211,19 +206,12 @@ class Stage:
         if self._plan is None:
             return ()
         # Thousands of tensors at every sync: no loop of Python's while they are the same objects.
-        held = list(map(self._tensors.__getitem__, self._at))
+        held: list[Any] = list(map(self._tensors.__getitem__, self._at))
         if len(held) != len(self._seen) or not all(map(operator.is_, held, self._seen)):
-            self._seen = held
-            self._wrapped = [t for t in held if isinstance(t, DTensor)]
-            self._plain = [t for t in held if not isinstance(t, DTensor)]
-        own = [*map(_LOCAL, self._wrapped), *self._plain]
+            self._seen, self._locals = held, LocalTensors(held)
+        own = self._locals.now()
         whole = map(torch.Tensor.is_contiguous, own)
         return tuple(map(operator.mul, map(torch.Tensor.data_ptr, own), whole))
-
-    def _resident_tensor(self, item: int) -> torch.Tensor:
-        held = self._tensors[self._items[item].index]
-        assert isinstance(held, torch.Tensor)
-        return local_of(held)
 
     def _allocate(self) -> None:
         plan = self.plan
@@ -239,10 +227,11 @@ class Stage:
             self._gatherer = Gatherer(plan, self._items, self._tensors, memory, self._group.broadcast)
             self.handles = list(slots.handles[: plan.num_slots]) if slots else []
             self.handles += [buffer.handle for buffer in self._singles]
-            resident = [self._resident_tensor(i) for i in plan.resident]
+            pointers = self._pointers()
+            resident = [local_of(tensor) for tensor in self._seen]
             self.handles += [handles.export(tensor, key=self._key) for tensor in resident]
             self.memory = memory + [tensor.view(-1).view(torch.uint8) for tensor in resident]
-            self._resident_pointers = self._pointers()
+            self._resident_pointers = pointers
 
     def _reuse_or_allocate_slots(self) -> None:
         plan, slots = self.plan, self._slots

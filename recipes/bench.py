@@ -17,26 +17,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.bench_config import EXTENSION, BenchConfig, ShapeConfig, check
+from recipes.bench_config import EXTENSION, BenchConfig, check
 from recipes.bench_report import table
 from recipes.bench_run import Bench
 from recipes.config import CONF_DIR, ServerConfig
 from recipes.launch import quiet_other_ranks, refuse_sweep, register_configs
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.serve import Server
-from recipes.shapes import Shape, shape_of, write_server_dir
-
-__all__ = [
-    "EXTENSION",
-    "Bench",
-    "BenchConfig",
-    "ShapeConfig",
-    "check",
-    "main",
-    "run",
-    "server_args",
-    "wanted_servers",
-]
+from recipes.shapes import write_server_dir
+from recipes.sizes import Shape, shape_of
 
 
 def wanted_servers(config: BenchConfig, device: torch.device) -> list[str]:

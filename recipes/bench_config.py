@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from recipes.checks import check_server
 from recipes.config import ServerConfig
-from recipes.shapes import EXPERT_STYLES, shape_of
+from recipes.sizes import EXPERT_STYLES, shape_of
 from recipes.variants import VARIANTS, split_name
 
 EXTENSION = "recipes.worker_extension.WorkerChecks"

@@ -22,7 +22,8 @@ from recipes.bench_report import Log, chrome_trace, spread, timeline_png
 from recipes.floors import copy_floor, foreach_floor, gather_floor, synchronize
 from recipes.probe import WorkerProbe
 from recipes.ranks import on_rank0
-from recipes.shapes import build, checkpoint_tensors, negate, shape_of
+from recipes.shapes import build, checkpoint_tensors, negate
+from recipes.sizes import shape_of
 from recipes.traffic import counted_traffic
 from recipes.variants import Unavailable, Variant, counted_requests, make_variant
 from recipes.weight_digest import Verdict, expected_digests

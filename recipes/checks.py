@@ -59,7 +59,6 @@ def check(job: JobConfig) -> None:
         raise ValueError(
             "logger.tensorboard=True: the package tensorboard is not installed: pip install tensorboard"
         )
-    _check_length(job)
     _check_mesh(job)
     check_server(job.inference, "inference")
     if isinstance(job, GrpoJobConfig):
@@ -84,12 +83,16 @@ def refuse_unknown(settings: Any, key: str = "") -> None:
             refuse_unknown(value, f"{key}{name}.")
 
 
-def _check_length(job: JobConfig) -> None:
-    """The server must not be asked for more positions than a checkpoint has: it would say so only after a minute."""
-    config = Path(job.model.path or "") / "config.json"
-    if job.inference.url is not None or job.model.path is None or not config.is_file():
+def check_length(job: JobConfig) -> None:
+    """Refuse a server of more positions than the checkpoint has, which would say so only after a minute.
+
+    Raises:
+        ValueError: Names the setting and the checkpoint's number.
+    """
+    if job.inference.url is not None or job.model.path is None:
         return
-    positions = json.loads(config.read_text()).get("max_position_embeddings")
+    config = json.loads((Path(job.model.path) / "config.json").read_text())
+    positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and 0 < positions < job.inference.max_model_len:
         raise ValueError(
             f"inference.max_model_len={job.inference.max_model_len}: the checkpoint at model.path has {positions} positions "

@@ -24,11 +24,11 @@ from recipes.config import CONF_DIR, GrpoJobConfig
 from recipes.grpo_loss import group_advantages, policy_loss
 from recipes.inference import Inference, start_servers
 from recipes.job import Metrics, Stages, model_dir_on_all, model_of, sender_of, stage_medians, title_of
-from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
+from recipes.launch import quiet_other_ranks, register_configs, start
 from recipes.mesh import Layout, layout_of
 from recipes.optim import Optimization
 from recipes.pushing import Pusher
-from recipes.ranks import check_ranks, joined, on_rank0, own_device
+from recipes.ranks import on_rank0
 from recipes.report import Push, Report
 from recipes.rollouts import Rollout, collate, roll_out
 from recipes.tasks import Task, task_of
@@ -262,11 +262,7 @@ def _summary(metrics: Metrics, slept: bool) -> dict[str, Any]:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="grpo")
 def _main(cfg: DictConfig) -> None:
-    job = load(cfg, GrpoJobConfig)
-    check_ranks(job.launcher.ranks)
-    device = own_device(job.launcher.device)
-    with joined(device, job.launcher.timeout_s + job.inference.start_timeout_s):
-        run(job, device, run_dir())
+    start(cfg, GrpoJobConfig, run)
 
 
 def main() -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.checks import check
+from recipes.checks import check, check_length
 from recipes.config import SCHEMAS, JobConfig
+from recipes.ranks import check_ranks, joined, own_device
 
 _QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 _Job = TypeVar("_Job", bound=JobConfig)
@@ -56,9 +58,38 @@ def load(cfg: DictConfig, kind: type[_Job]) -> _Job:
             raise ValueError(
                 f"model.path={job.model.path!r} is not a checkpoint directory: no config.json in it"
             )
+        check_length(job)
     if job.data.path is not None:
         job.data.path = to_absolute_path(job.data.path)
     return job
+
+
+def start(
+    cfg: DictConfig,
+    kind: type[_Job],
+    run: Callable[[_Job, torch.device, Path], None],
+    *,
+    refuse: Callable[[_Job], None] | None = None,
+) -> None:
+    """What a recipe does under `@hydra.main`, on every rank: settings, device, process group, then the job.
+
+    Args:
+        cfg: What Hydra composed.
+        kind: The recipe's schema.
+        run: The job: settings, this rank's device, run directory.
+        refuse: Raises for settings that this recipe alone can't do.
+
+    Raises:
+        ValueError: As `load`, or torchrun started another number of ranks than the settings want.
+        RuntimeError: A sweep under torchrun.
+    """
+    job = load(cfg, kind)
+    if refuse is not None:
+        refuse(job)
+    check_ranks(job.launcher.ranks)
+    device = own_device(job.launcher.device)
+    with joined(device, job.launcher.timeout_s + job.inference.start_timeout_s):
+        run(job, device, run_dir())
 
 
 def refuse_sweep() -> None:

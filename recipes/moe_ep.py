@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, WeightSender
-from recipes.bench import EXTENSION, ShapeConfig
+from recipes.bench_config import EXTENSION, ShapeConfig
 from recipes.checks import check_server
 from recipes.config import CONF_DIR, ServerConfig
 from recipes.launch import quiet_other_ranks, refuse_sweep, register_configs, run_dir
@@ -27,7 +27,8 @@ from recipes.probe import WorkerProbe, prove
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.report import Push, Report
 from recipes.serve import Server
-from recipes.shapes import build, fill, sent_naming, shape_of, write_server_dir
+from recipes.shapes import build, fill, sent_naming, write_server_dir
+from recipes.sizes import shape_of
 
 EXPERTS = "unfused"
 """The trainer holds a layer's experts in one tensor, the checkpoint has them one by one."""

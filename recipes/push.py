@@ -18,11 +18,11 @@ from omegaconf import DictConfig
 from recipes.config import CONF_DIR, PushJobConfig
 from recipes.inference import start_servers
 from recipes.job import Metrics, Stages, sender_of, title_of
-from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
+from recipes.launch import quiet_other_ranks, register_configs, start
 from recipes.mesh import layout_of
 from recipes.models import build_model
 from recipes.pushing import Pusher
-from recipes.ranks import check_ranks, joined, on_rank0, own_device
+from recipes.ranks import on_rank0
 from recipes.report import Push, Report, printable
 
 
@@ -83,11 +83,7 @@ def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="push")
 def _main(cfg: DictConfig) -> None:
-    job = load(cfg, PushJobConfig)
-    check_ranks(job.launcher.ranks)
-    device = own_device(job.launcher.device)
-    with joined(device, job.launcher.timeout_s + job.inference.start_timeout_s):
-        run(job, device, run_dir())
+    start(cfg, PushJobConfig, run)
 
 
 def main() -> None:

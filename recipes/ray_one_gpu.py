@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 
 from fsdp_ipc.clients.ray import RayWeightSyncClient
-from recipes.bench import EXTENSION
+from recipes.bench_config import EXTENSION
 from recipes.config import CONF_DIR, RayJobConfig
 from recipes.job import model_dir_of, model_of, sender_of
 from recipes.launch import load, register_configs, run_dir

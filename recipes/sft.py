@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_ipc import TransferStats, WeightSyncHook
+from fsdp_ipc import TransferStats, WeightSyncHook, look_into
 from fsdp_ipc.callbacks import PauseServer, ResetPrefixCache, SyncCallback
 from recipes.config import CONF_DIR, JobConfig
 from recipes.inference import start_servers
 from recipes.job import Metrics, Stages, model_dir_on_all, sender_of, title_of
-from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
+from recipes.launch import quiet_other_ranks, register_configs, start
 from recipes.optim import optimizer_of, schedule_of
-from recipes.ranks import check_ranks, joined, on_rank0, own_device
+from recipes.ranks import on_rank0
 from recipes.report import Push, Report
 from recipes.train import Windows, continuation, next_token_loss, read_text, tokens_of
 
@@ -53,7 +52,8 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
         model = _whole_model(job, model_dir)
         accelerator = _accelerator(job, model, device)
         model, optimizer = accelerator.prepare(model, optimizer_of([list(model.parameters())], job.optim))
-        report.say(f"accelerate made of it: {_found(model)}")
+        found = look_into(model, accelerator).text
+        report.say(f"accelerate made of it: {found}")
         schedule = schedule_of(optimizer.optimizer, job.optim, job.train.steps)
         windows = Windows(tokens_of(text, model_dir).to(device), job.train, dist.get_rank())
 
@@ -97,7 +97,7 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
             {
                 "world_size": dist.get_world_size(),
                 "device": device.type,
-                "accelerate": _found(model),
+                "accelerate": found,
                 "server_ready_s": round(server_s, 2),
                 "total_s": round(time.monotonic() - began, 2),
             },
@@ -137,15 +137,6 @@ def _accelerator(job: JobConfig, model: nn.Module, device: torch.device) -> Any:
     )
 
 
-def _found(model: nn.Module) -> str:
-    """What accelerate has made of the model; it does not say so itself."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return "FSDP2, sharded over all ranks"
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return "DDP, whole on every rank (its FSDP2 plugin needs GPUs)"
-    return "a plain module, on one rank"
-
-
 def check_sft(job: JobConfig) -> None:
     """Refuse settings that accelerate's plugin or a server that stays awake cannot do.
 
@@ -170,12 +161,7 @@ def check_sft(job: JobConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="sft")
 def _main(cfg: DictConfig) -> None:
-    job = load(cfg, JobConfig)
-    check_sft(job)
-    check_ranks(job.launcher.ranks)
-    device = own_device(job.launcher.device)
-    with joined(device, job.launcher.timeout_s + job.inference.start_timeout_s):
-        run(job, device, run_dir())
+    start(cfg, JobConfig, run, refuse=check_sft)
 
 
 def main() -> None:

@@ -20,12 +20,7 @@ from fsdp_ipc import naming_for
 from fsdp_ipc.experts import HALVES
 from fsdp_ipc.naming import Naming
 from recipes.models import END_OF_TEXT, byte_tokenizer
-from recipes.sizes import EXPERT_STYLES, SHAPES, Shape, parameters_of, shape_of
-
-__all__ = [
-    "EXPERT_STYLES", "SHAPES", "Shape", "build", "checkpoint_tensors", "fill", "load_checkpoint", "negate", "parameters_of",
-    "sent_naming", "shape_of", "write_checkpoint", "write_server_dir",
-]  # fmt: skip
+from recipes.sizes import Shape, parameters_of
 
 
 def build(

@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from recipes.config import CONF_DIR, DataConfig, JobConfig, OptimConfig, TrainConfig
 from recipes.inference import start_servers
 from recipes.job import Metrics, Stages, model_dir_on_all, model_of, sender_of, title_of
-from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
+from recipes.launch import quiet_other_ranks, register_configs, start
 from recipes.mesh import Layout, layout_of
 from recipes.optim import Optimization
 from recipes.pushing import Pusher
-from recipes.ranks import check_ranks, joined, on_rank0, own_device
+from recipes.ranks import on_rank0
 from recipes.report import Push, Report
 
 
@@ -191,11 +191,7 @@ def tokens_of(text: str, model_dir: Path) -> torch.Tensor:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def _main(cfg: DictConfig) -> None:
-    job = load(cfg, JobConfig)
-    check_ranks(job.launcher.ranks)
-    device = own_device(job.launcher.device)
-    with joined(device, job.launcher.timeout_s + job.inference.start_timeout_s):
-        run(job, device, run_dir())
+    start(cfg, JobConfig, run)
 
 
 def main() -> None:

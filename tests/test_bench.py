@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.bench import BenchConfig, check
+from recipes.bench_config import BenchConfig, check
 from recipes.bench_report import chrome_trace, table
 from recipes.bench_run import _rounds
-from recipes.shapes import (
-    SHAPES,
-    build,
-    checkpoint_tensors,
-    load_checkpoint,
-    parameters_of,
-    shape_of,
-    write_checkpoint,
-)
+from recipes.shapes import build, checkpoint_tensors, load_checkpoint, write_checkpoint
+from recipes.sizes import SHAPES, parameters_of, shape_of
 from recipes.weight_digest import Digester, _as_stored, compare, expected_digests
 from tests.fake_server import FakeServer
 from tests.native_worker import NativeWorker

@@ -20,8 +20,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
-from recipes.bench import BenchConfig
-from recipes.checks import check
+from recipes.bench_config import BenchConfig
+from recipes.checks import check, check_length
 from recipes.config import (
     CONF_DIR,
     GrpoJobConfig,
@@ -348,8 +348,8 @@ def test_more_positions_than_a_checkpoint_has_are_refused_by_the_settings_name(t
     job = PushJobConfig()
     job.model.path = str(tmp_path)
     with pytest.raises(ValueError, match=r"inference\.max_model_len=1024: .* has 512 positions"):
-        check(job)
+        check_length(job)
     job.inference.max_model_len = 512
-    check(job)
+    check_length(job)
     job.inference.max_model_len, job.inference.url = 1024, "http://127.0.0.1:1"
-    check(job)  # a server that somebody else has started
+    check_length(job)  # a server that somebody else has started

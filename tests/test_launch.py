@@ -47,7 +47,7 @@ import logging, os, sys, time
 from pathlib import Path
 import hydra
 from hydra.utils import to_absolute_path
-from recipes.bench import BenchConfig
+from recipes.bench_config import BenchConfig
 from recipes.config import CONF_DIR, JobConfig
 from recipes.launch import load, quiet_other_ranks, register_configs, run_dir
 rank = os.environ.get("RANK", "0")

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_ipc import DTensorSource
-from recipes.bench import ShapeConfig
+from recipes.bench_config import ShapeConfig
 from recipes.config import DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from recipes.mesh import layout_of
 from recipes.models import build_model, byte_tokenizer, write_model_dir

@@ -47,7 +47,25 @@ class MetricsFile(SyncCallback):
             file.write(json.dumps(line, default=str) + "\n")
 
 
-class TensorBoard(SyncCallback):
+class _Tracker(SyncCallback):
+    """An experiment tracker, which the sender rank tells of each sync as named numbers."""
+
+    def on_sync_end(self, sync: Sync, stats: TransferStats) -> None:
+        """Sender: log."""
+        if sync.is_sender:
+            self._log(sync, scalars(stats))
+
+    def on_sync_error(self, sync: Sync, error: BaseException) -> None:
+        """Sender: count."""
+        del error
+        if sync.is_sender:
+            self._log(sync, {"sync/failed": 1.0})
+
+    def _log(self, sync: Sync, values: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(_Tracker):
     """Writes the seconds, bytes and stages of each sync for TensorBoard, on the sender rank; needs tensorboard.
 
     Args:
@@ -65,32 +83,21 @@ class TensorBoard(SyncCallback):
         self._make = None if hasattr(log, "add_scalar") else lambda: make(os.fspath(log))
         self._writer: Any = None if self._make is not None else log
 
-    def on_sync_end(self, sync: Sync, stats: TransferStats) -> None:
-        """Sender: write."""
-        if sync.is_sender:
-            self._add(scalars(stats), step_of(sync))
-
-    def on_sync_error(self, sync: Sync, error: BaseException) -> None:
-        """Sender: count."""
-        del error
-        if sync.is_sender:
-            self._add({"sync/failed": 1.0}, step_of(sync))
-
     def close(self) -> None:
         """Close the writer if it was made here."""
         if self._make is not None and self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _add(self, values: Mapping[str, float], step: int) -> None:
+    def _log(self, sync: Sync, values: Mapping[str, float]) -> None:
         if self._writer is None and self._make is not None:
             self._writer = self._make()
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step_of(sync))
         self._writer.flush()
 
 
-class WandB(SyncCallback):
+class WandB(_Tracker):
     """Adds each sync to a run of Weights & Biases, on the sender rank; needs wandb.
 
     Args:
@@ -104,18 +111,7 @@ class WandB(SyncCallback):
     def __init__(self, run: Any = None, *, commit: bool = False) -> None:
         self._run, self._commit = run, commit
 
-    def on_sync_end(self, sync: Sync, stats: TransferStats) -> None:
-        """Sender: log."""
-        self._log(sync, scalars(stats))
-
-    def on_sync_error(self, sync: Sync, error: BaseException) -> None:
-        """Sender: count."""
-        del error
-        self._log(sync, {"sync/failed": 1.0})
-
     def _log(self, sync: Sync, values: Mapping[str, float]) -> None:
-        if not sync.is_sender:
-            return
         run = self._run
         if run is None:
             import wandb
@@ -126,7 +122,7 @@ class WandB(SyncCallback):
         run.log({**values, "sync/step": step_of(sync)}, commit=self._commit)
 
 
-class MLflow(SyncCallback):
+class MLflow(_Tracker):
     """Logs each sync as metrics of an MLflow run, on the sender rank; needs mlflow or mlflow-skinny.
 
     Args:
@@ -138,20 +134,10 @@ class MLflow(SyncCallback):
     def __init__(self, run_id: str | None = None) -> None:
         self._run_id = run_id
 
-    def on_sync_end(self, sync: Sync, stats: TransferStats) -> None:
-        """Sender: log."""
-        self._log(sync, scalars(stats))
-
-    def on_sync_error(self, sync: Sync, error: BaseException) -> None:
-        """Sender: count."""
-        del error
-        self._log(sync, {"sync/failed": 1.0})
-
     def _log(self, sync: Sync, values: Mapping[str, float]) -> None:
-        if sync.is_sender:
-            import mlflow
+        import mlflow
 
-            mlflow.log_metrics(dict(values), step=step_of(sync), run_id=self._run_id)
+        mlflow.log_metrics(dict(values), step=step_of(sync), run_id=self._run_id)
 
 
 def scalars(stats: TransferStats) -> dict[str, float]:

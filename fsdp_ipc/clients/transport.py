@@ -182,7 +182,7 @@ class HTTPTransport:
         )
         try:
             return self._connections[url].exchange(
-                method, target, data, headers, timeout, self.request_timeout_s + _GRACE_S
+                self.request_timeout_s + _GRACE_S, method, target, body=data, headers=headers, timeout=timeout
             )
         except (urllib3.exceptions.TimeoutError, TimeoutError) as error:
             # urllib3 calls a refused connection a time-out, too.
@@ -224,16 +224,8 @@ class _Connection:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Any] | None = None
 
-    def exchange(
-        self,
-        method: str,
-        target: str,
-        data: bytes | None,
-        headers: Mapping[str, str],
-        timeout: urllib3.Timeout,
-        total_s: float,
-    ) -> _Answer:
-        """Status and body of one request. One at a time.
+    def exchange(self, total_s: float, method: str, target: str, **options: Any) -> _Answer:
+        """Status and body of one request, with urllib3's options. One at a time.
 
         Raises:
             TimeoutError: The answer did not end within `total_s` seconds.
@@ -244,11 +236,12 @@ class _Connection:
                 threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="fsdp_ipc-http").start()
                 weakref.finalize(self, self._jobs.put, None)
             answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            self._jobs.put((lambda: self._send(method, target, data, headers, timeout), answer))
+            self._jobs.put((lambda: self._send(method, target, options), answer))
             try:
                 found = answer.get(timeout=total_s)
             except queue.Empty:
-                # Its thread ends when the server does; the next request gets another connection and thread.
+                # Its thread ends when the answer does; the next request gets another connection and thread.
+                self._jobs.put(None)
                 self._jobs, self._pool = None, None
                 raise TimeoutError("the answer did not end in time") from None
             if isinstance(found, BaseException):
@@ -258,21 +251,12 @@ class _Connection:
             self._last_used = time.monotonic() if 200 <= status < 300 else 0.0
             return status, text
 
-    def _send(
-        self,
-        method: str,
-        target: str,
-        data: bytes | None,
-        headers: Mapping[str, str],
-        timeout: urllib3.Timeout,
-    ) -> _Answer:
+    def _send(self, method: str, target: str, options: Mapping[str, Any]) -> _Answer:
         if self._pool is None:
             self._pool = _pool_for(self._url)
         elif time.monotonic() - self._last_used > _KEEP_ALIVE_S:
             self._pool.clear()
-        response = self._pool.request(
-            method, target, body=data, headers=dict(headers), timeout=timeout, retries=False, redirect=False
-        )
+        response = self._pool.request(method, target, retries=False, redirect=False, **options)
         return response.status, response.data.decode("utf-8", errors="replace")
 
 

@@ -313,7 +313,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
                 raise ValueError(f"fsdp_ipc: unknown plan {info.plan_digest}; send the plan along.")
             return known
         buckets = info.plan.buckets_for(session.device)
-        casts = {row.name: row.dtype for rows in buckets for row in rows if row.held != row.dtype}
+        casts = {row.name: row.dtype for rows in buckets for row in rows if row.cast_from is not None}
         known = _KnownPlan(buckets=buckets, packed=info.plan.packed, casts=casts)
         known.examined = completeness.check(self.model, known.buckets, vllm_config=self.vllm_config)
         session.plans.pop(info.plan_digest, None)

@@ -117,7 +117,7 @@ class InitInfo:
 class TensorRow:
     """Where one named tensor lies: allocation, byte offset, and the bucket with which it becomes complete.
 
-    Its memory holds elements of dtype `held`, which is `held_name` or, without one, `dtype`; they are cast on the way.
+    Its memory holds elements of dtype `held`: `dtype`, unless `cast_from` says that they are cast on the way.
     """
 
     name: str
@@ -126,11 +126,12 @@ class TensorRow:
     bucket: int
     allocation: int
     offset: int
-    held_name: str = ""
-    held: torch.dtype = field(init=False)
+    cast_from: torch.dtype | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "held", getattr(torch, self.held_name) if self.held_name else self.dtype)
+    @property
+    def held(self) -> torch.dtype:
+        """Dtype of the elements in memory."""
+        return self.dtype if self.cast_from is None else self.cast_from
 
     @property
     def nbytes(self) -> int:
@@ -312,7 +313,8 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
         shape = tuple(
             _integer(dim, f"{at}.shape", 0, MAX_BYTES) for dim in _array(row[2], f"{at}.shape", MAX_DIMS)
         )
-        held = dtype if len(row) == 6 else _held_dtype(row[6], dtype, at)
+        cast_from = None if len(row) == 6 else _cast_from(row[6], dtype, at)
+        held = dtype if cast_from is None else cast_from
         nbytes = held.itemsize
         for dim in shape:
             nbytes *= dim
@@ -331,7 +333,7 @@ def _rows(obj: object, where: str, num_buckets: int) -> tuple[TensorRow, ...]:
                 bucket=_integer(row[3], f"{at}.bucket", 0, num_buckets - 1),
                 allocation=_integer(row[4], f"{at}.allocation", 0, MAX_ROWS),
                 offset=offset,
-                held_name=row[6] if len(row) == 7 else "",
+                cast_from=cast_from,
             )
         )
     return tuple(rows)
@@ -351,7 +353,7 @@ def _digest_files(obj: object) -> Mapping[str, str] | None:
     return files
 
 
-def _held_dtype(obj: object, dtype: torch.dtype, at: str) -> torch.dtype:
+def _cast_from(obj: object, dtype: torch.dtype, at: str) -> torch.dtype:
     """The dtype in memory of a tensor that is cast on arrival: from a wider floating dtype only."""
     held = DTYPES.get(obj) if isinstance(obj, str) else None
     if held not in _CAST_FROM or dtype not in _CAST_TO:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.bench import EXTENSION
-from recipes.shapes import shape_of, write_server_dir
+from recipes.bench_config import EXTENSION
+from recipes.shapes import write_server_dir
+from recipes.sizes import shape_of
 from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, launch, missing_gpu, run_tasks, torchrun
 from tests.gpu.single import MODELS, VARIANTS, checkpoints
 

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.bench import EXTENSION, BenchConfig, server_args
-from recipes.shapes import shape_of, write_checkpoint, write_server_dir
+from recipes.bench import server_args
+from recipes.bench_config import EXTENSION, BenchConfig
+from recipes.shapes import write_checkpoint, write_server_dir
+from recipes.sizes import shape_of
 from tests.gpu.fleet import Clock, Fleet, Results, ServerSpec, missing_gpu, run_tasks, torchrun
 
 MODELS: dict[str, tuple[str, int | None, list[str]]] = {

@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, Timeouts, WeightSender, WeightSyncError
 from recipes.probe import WorkerProbe
 from recipes.ranks import joined, on_rank0, own_device
-from recipes.shapes import build, checkpoint_tensors, fill, load_checkpoint, negate, sent_naming, shape_of
+from recipes.shapes import build, checkpoint_tensors, fill, load_checkpoint, negate, sent_naming
+from recipes.sizes import shape_of
 from recipes.weight_digest import expected_digests
 from recipes.worker_extension import memory_figures
 from tests.gpu.fleet import Clock, Results
