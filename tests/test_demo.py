@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from tests.torchrun import start_recipe
 
 
 @pytest.mark.vllm
@@ -19,26 +15,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.timeout(900)
 def test_the_server_recites_what_the_trainer_has_learned(tmp_path: Path) -> None:
     num_ranks = torch.cuda.device_count() or 2
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-    ]
     settings = ["train.steps=120", "hook.every=60", "data.max_tokens=40", f"hydra.run.dir={tmp_path}"]
-    done = subprocess.run(
-        [*launch, "-m", "recipes.train", *settings],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    line = json.loads(done.stdout.splitlines()[-1])
+    line = start_recipe("recipes.train", *settings, ranks=num_ranks)
     assert not line["before"].startswith("\n\nBeautiful")
     assert line["after"].startswith("\n\nBeautiful is better than ugly.")
     assert [push["version"] for push in line["pushes"]] == ["60", "120"]

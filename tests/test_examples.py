@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from tests.torchrun import start_recipe
+
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(900)]
 
 pytest.importorskip("hydra", reason="needs Hydra: install the extra 'recipes'")
-
-
-def _start(module: str, *settings: str, ranks: int | None = None, **env: str) -> dict[str, Any]:
-    """Run a recipe, under torchrun where it has ranks; the line of JSON that it ends with."""
-    launch = [sys.executable, "-m"]
-    if ranks is not None:
-        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    done = subprocess.run(
-        [*launch, module, *settings],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-10000:]}\n{done.stderr[-10000:]}"
-    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return line
 
 
 def _num_gpus() -> int:
@@ -52,7 +31,7 @@ def _two_proven_pushes(line: dict[str, Any]) -> None:
 
 
 def test_one_gpu_over_http(tmp_path: Path) -> None:
-    line = _start("recipes.http_one_gpu", *QUICK, f"hydra.run.dir={tmp_path}")
+    line = start_recipe("recipes.http_one_gpu", *QUICK, f"hydra.run.dir={tmp_path}", ranks=None)
     _two_proven_pushes(line)
     assert line["before"] is not None and line["after"] is not None
 
@@ -87,7 +66,7 @@ def test_a_trainer_that_never_imports_vllm_pushes_into_a_server_that_runs(tmp_pa
         on_gpu=_num_gpus() > 0,
     ) as server:
         server.wait_healthy()
-        line = _start(
+        line = start_recipe(
             "recipes.http_remote_trainer",
             *QUICK,
             f"model.path={model_dir}",
@@ -95,7 +74,7 @@ def test_a_trainer_that_never_imports_vllm_pushes_into_a_server_that_runs(tmp_pa
             "prove=true",
             f"hydra.run.dir={tmp_path}/run",
             ranks=ranks,
-            PYTHONPATH=f"{blocked.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            env={"PYTHONPATH": f"{blocked.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )
     _two_proven_pushes(line)
     assert line["vllm_imported"] is False
@@ -104,7 +83,7 @@ def test_a_trainer_that_never_imports_vllm_pushes_into_a_server_that_runs(tmp_pa
 
 def test_sharded_experts_reach_the_workers(tmp_path: Path) -> None:
     ranks = _num_gpus() or 2
-    line = _start("recipes.moe_ep", "pushes=2", f"hydra.run.dir={tmp_path}", ranks=ranks)
+    line = start_recipe("recipes.moe_ep", "pushes=2", f"hydra.run.dir={tmp_path}", ranks=ranks)
     assert [push["version"] for push in line["pushes"]] == ["1", "2"]
     assert len(line["proofs"]) == 2
     assert line["slept"] == (_num_gpus() > 0), "a CPU server cannot sleep"
@@ -113,12 +92,13 @@ def test_sharded_experts_reach_the_workers(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray")
 def test_two_vllm_actors_of_a_local_ray_get_the_weights_of_two_trainer_ranks(tmp_path: Path) -> None:
     ranks = min(2, _num_gpus()) or 2
-    line = _start(
+    line = start_recipe(
         "recipes.ray_one_gpu",
         *QUICK,
         f"ranks={ranks}",
         f"hydra.run.dir={tmp_path}",
-        RAY_AUTH_MODE="disabled",
+        ranks=None,
+        env={"RAY_AUTH_MODE": "disabled"},
     )
     _two_proven_pushes(line)
     assert line["ranks"] == ranks

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +10,13 @@ import pytest
 
 from tests.served import Served, served
 from tests.tiny_models import qwen3_config, write_checkpoint
+from tests.torchrun import torchrun
 from tests.vllm_server import vllm_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(900)]
 
 # Odd sizes: the embedding, the head, gate and up are uneven over two ranks.
 CONFIG = qwen3_config(vocab_size=193, intermediate_size=99)
-
-
-def torchrun(
-    *arguments: str, ranks: int = 2, timeout_s: float = 300.0, env: dict[str, str] | None = None
-) -> str:
-    """Run a job of this repository under torchrun and return what it printed; a failure shows all of it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-    done = subprocess.run(
-        [*command, *arguments],
-        env=environment,
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, f"{arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

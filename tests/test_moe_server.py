@@ -14,8 +14,8 @@ import pytest
 
 from tests.moe_job import VARIANTS
 from tests.served import Served, served
-from tests.test_job import torchrun
 from tests.tiny_models import qwen3_config, write_checkpoint
+from tests.torchrun import torchrun
 from tests.vllm_server import vllm_server
 
 pytest.importorskip("transformers", reason="needs transformers: the model is its own Qwen3-MoE")

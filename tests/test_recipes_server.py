@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from tests.runner import run_ranks
+from tests.torchrun import start_recipe
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(600)]
@@ -27,27 +25,7 @@ def _ranks() -> int:
 
 
 def _start(module: str, *settings: str) -> dict[str, Any]:
-    """Run a recipe under torchrun; the line of JSON that it ends with."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(_ranks()),
-    ]
-    done = subprocess.run(
-        [*launch, "-m", module, *settings],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
-    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return line
+    return start_recipe(module, *settings, ranks=_ranks(), timeout_s=500)
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_ipc import WeightSyncError
-from tests.gpu.trainer import FLAT_BYTES, Job, make_model, make_sender
+from tests.gpu.trainer import FLAT_BYTES, Job, make_model, make_sender, refused
 
 
 def server_killed(job: Job, task: dict[str, Any]) -> None:
@@ -39,23 +37,8 @@ def server_killed(job: Job, task: dict[str, Any]) -> None:
         load(bucket, tensors)
 
     gatherer.load = deadly
-    began = time.monotonic()
-    try:
-        sender.send()
-        job.add(f"{task['name']} refused", False, "a push into a dead server went through")
-    except WeightSyncError as error:
-        seconds = time.monotonic() - began
-        text = f"after {seconds:.2f} s, {last + 1} buckets: {str(error)[:300]}"
-        job.add(f"{task['name']} refused", seconds < 30, text)
-    began = time.monotonic()
-    try:
-        sender.send()
-        job.add(f"{task['name']} next push says why", False, "it went through")
-    except WeightSyncError as error:
-        seconds = time.monotonic() - began
-        job.add(
-            f"{task['name']} next push says why", seconds < 30, f"after {seconds:.2f} s: {str(error)[:300]}"
-        )
+    refused(job, f"{task['name']} refused", sender)
+    refused(job, f"{task['name']} next push says why", sender)
     sender.close()
     gatherer.load = load
     del sender, gatherer

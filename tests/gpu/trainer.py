@@ -248,6 +248,17 @@ class _Tampering:
         self._client.update_weights(update_info)
 
 
+def refused(job: Job, name: str, sender: WeightSender) -> None:
+    """A push that must fail, and soon."""
+    began = time.monotonic()
+    try:
+        sender.send()
+        job.add(name, False, "the push went through")
+    except WeightSyncError as error:
+        seconds = time.monotonic() - began
+        job.add(name, seconds < 30, f"after {seconds:.2f} s: {str(error)[:300]}")
+
+
 def broken_consumer(job: Job, task: dict[str, Any]) -> None:
     """A worker that cannot import the memory: an error at once on every rank, nothing leaks, the next push works."""
     model = make_model(job, task)
@@ -256,13 +267,7 @@ def broken_consumer(job: Job, task: dict[str, Any]) -> None:
     before = job.memory()
     with make_sender(model, task, client) as sender:
         client.spoil = True
-        began = time.monotonic()
-        try:
-            sender.send()
-            job.add(f"{task['name']} refused", False, "the spoilt handles were taken")
-        except WeightSyncError as error:
-            seconds = time.monotonic() - began
-            job.add(f"{task['name']} refused", seconds < 30, f"after {seconds:.2f} s: {str(error)[:300]}")
+        refused(job, f"{task['name']} refused", sender)
         on_rank0(probe.scramble)
         sender.send()
         expected = expectation(model, task, job.device)
