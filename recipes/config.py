@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +318,31 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "remote_schema": RemoteJobConfig,
     "ray_schema": RayJobConfig,
 }
+
+
+_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
+
+
+def settings_in_use(job: JobConfig) -> dict[str, Any]:
+    """The settings that a job reads, for its report: without those of other recipes, data, models and servers."""
+    unread = {
+        GrpoJobConfig: ["train.seq_len", "complete"],
+        PushJobConfig: ["train", "optim", "data.kind", "data.path", "data.prompt", "hook.every", "complete"],
+    }.get(type(job), [])  # the other recipes read all
+    if job.data.kind not in ("text", "jsonl"):
+        unread.append("data.path")
+    if job.data.kind not in ("text", "letters"):
+        unread.append("data.prompt")
+    if job.model.path is not None:
+        unread += [f"model.{name}" for name in vars(job.model) if name != "path"]
+    elif job.model.num_experts == 0:
+        unread += [f"model.{name}" for name in _EXPERTS]
+    if job.inference.url is not None:
+        unread += [
+            f"inference.{name}" for name in vars(job.inference) if name not in ("url", "start_timeout_s")
+        ]
+    settings = asdict(job)
+    for name in unread:
+        group, _, key = name.partition(".")
+        (settings.get(group, {}) if key else settings).pop(key or group, None)
+    return settings

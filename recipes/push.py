@@ -24,6 +24,7 @@ from recipes.models import build_model
 from recipes.pushing import Pusher
 from recipes.ranks import on_rank0
 from recipes.report import Push, Report, printable
+from recipes.report_data import Said
 
 
 def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
@@ -63,7 +64,9 @@ def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
         stats = pusher.push(1, stages)
         after = ask()
         report.pushed(Push.of(stats))
-        for prompt, old, new in zip(job.prompts, before, after, strict=True):
+        texts = list(zip(job.prompts, before, after, strict=True))
+        report.said = [Said(prompt=prompt, before=old, after=new) for prompt, old, new in texts]
+        for prompt, old, new in texts:
             report.say(f"{prompt!r}\n  before: {printable(old)!r}\n  after:  {printable(new)!r}")
         metrics.row(1, stages, stats)
         report.finish(

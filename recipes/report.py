@@ -29,7 +29,8 @@ from rich.text import Text
 
 from fsdp_ipc import SyncCallback, TransferStats
 from fsdp_ipc.callbacks import MetricsFile, SyncProgress
-from recipes.report_data import SYNCS
+from recipes.config import JobConfig, settings_in_use
+from recipes.report_data import SYNCS, Said, record_run, with_other
 from recipes.report_html import write_report
 
 
@@ -107,6 +108,7 @@ class Report:
         before: The server's completion before the first push; None if it was not asked.
         expected: What a model that knows the text says.
         pushes: All pushes so far.
+        said: What the server made of several prompts; empty: of `prompt`, as `before` and the pushes have it.
         machine: Standard output has the line of JSON and nothing else; the tables go to standard error.
     """
 
@@ -116,6 +118,7 @@ class Report:
     before: str | None = None
     expected: str | None = None
     pushes: list[Push] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     machine: bool = False
 
     def __post_init__(self) -> None:
@@ -177,7 +180,8 @@ class Report:
         self.pushes.append(push)
         self._progress.update(self._task, sync=f"{push.seconds * 1e3:.0f} ms")
         self.say(
-            f"pushed version {push.version}: {push.num_bytes:,} bytes in {push.seconds * 1e3:.0f} ms, loss {push.loss_text}"
+            f"pushed version {push.version}: {push.num_bytes:,} bytes in {push.seconds * 1e3:.0f} ms"
+            + ("" if math.isnan(push.loss) else f", loss {push.loss_text}")
         )
         if push.text is None or not self.active:
             return
@@ -212,34 +216,34 @@ class Report:
         people.print(stages(self.pushes))
         written = {}
         if out is not None:
+            settings = settings_in_use(config) if isinstance(config, JobConfig) else config
             try:
-                path = write_report(out, title=title, config=config)
+                record_run(out, title=title, config=settings, said=self.said or self._said())
+                path = write_report(out)
                 written["report"] = str(path)
                 self.say(f"report: {path}")
             except Exception as error:  # noqa: BLE001  the job itself went well
                 self.say(f"no report: {type(error).__name__}: {error}")
-        line = {
-            **more,
-            **written,
-            "recited_chars": max((push.recited for push in self.pushes), default=0),
-            "expected_chars": len(self.expected or ""),
-            "before": self.before,
-            "after": self.pushes[-1].text if self.pushes else None,
-            "pushes": [
-                {
-                    "version": push.version,
-                    "bytes": push.num_bytes,
-                    "num_tensors": push.num_tensors,
-                    "num_buckets": push.num_buckets,
-                    "seconds": round(push.seconds, 6),
-                    "stage_s": {name: round(value, 6) for name, value in push.stage_s.items()},
-                    "gb_per_s": round(push.gb_per_s, 4),
-                    "loss": None if math.isnan(push.loss) else round(push.loss, 4),
-                }
-                for push in self.pushes
-            ],
-        }
-        print(json.dumps(line), flush=True)
+        told = self._told()
+        print(json.dumps({**more, **written, **told, "pushes": _lines(self.pushes)}), flush=True)
+
+    def _said(self) -> list[Said]:
+        asked = [push.text for push in self.pushes if push.text is not None]
+        return (
+            [Said(prompt=self.prompt, before=self.before, after=asked[-1])]
+            if self.before is not None and asked
+            else []
+        )
+
+    def _told(self) -> dict[str, Any]:
+        """For the line of JSON: what the server said, where it was asked, and how much of the text it knows."""
+        told: dict[str, Any] = {}
+        if self.before is not None:
+            told |= {"before": self.before, "after": self.pushes[-1].text if self.pushes else None}
+            if self.expected:
+                told["recited_chars"] = max((push.recited for push in self.pushes), default=0)
+                told["expected_chars"] = len(self.expected)
+        return told
 
 
 class _Words(ProgressColumn):
@@ -253,28 +257,62 @@ class _Words(ProgressColumn):
         return words.append(task.fields["note"], "dim")
 
 
+def _have_loss(pushes: Sequence[Push]) -> bool:
+    """Whether the job trains: its pushes, but for the first perhaps, have a loss."""
+    return any(not math.isnan(push.loss) for push in pushes)
+
+
+def _lines(pushes: Sequence[Push]) -> list[dict[str, Any]]:
+    """The pushes for machines."""
+    has_loss = _have_loss(pushes)
+    return [
+        {
+            "version": push.version,
+            "bytes": push.num_bytes,
+            "num_tensors": push.num_tensors,
+            "num_buckets": push.num_buckets,
+            "seconds": round(push.seconds, 6),
+            "stage_s": {name: round(value, 6) for name, value in push.stage_s.items()},
+            "gb_per_s": round(push.gb_per_s, 4),
+            **({"loss": None if math.isnan(push.loss) else round(push.loss, 4)} if has_loss else {}),
+        }
+        for push in pushes
+    ]
+
+
 def summary(pushes: Sequence[Push]) -> Table:
     """Lay the pushes out as a table, a row a version."""
     table = Table(title="weight syncs")
-    for name in ("version", "bytes", "tensors", "buckets", "seconds", "GB/s", "loss"):
+    has_loss = _have_loss(pushes)
+    for name in (
+        "version",
+        "bytes",
+        "tensors",
+        "buckets",
+        "seconds",
+        "GB/s",
+        *(["loss"] if has_loss else []),
+    ):
         table.add_column(name, justify="right")
     for push in pushes:
         counts = [f"{push.num_bytes:,}", str(push.num_tensors), str(push.num_buckets)]
-        table.add_row(push.version, *counts, f"{push.seconds:.4f}", f"{push.gb_per_s:.3f}", push.loss_text)
+        loss = [push.loss_text] if has_loss else []
+        table.add_row(push.version, *counts, f"{push.seconds:.4f}", f"{push.gb_per_s:.3f}", *loss)
     return table
 
 
 def stages(pushes: Sequence[Push]) -> Table:
     """Lay out where the time went: the first sync sets everything up, the later ones are told by their median."""
-    table = Table(title="seconds by stage (stages overlap in part)")
+    table = Table(title="seconds by stage")
     table.add_column("stage")
     table.add_column("first sync", justify="right")
     table.add_column("later ones, median", justify="right")
-    names = list(dict.fromkeys(name for push in pushes for name in push.stage_s))
-    rows = [{**{name: push.stage_s.get(name, 0.0) for name in names}, "all": push.seconds} for push in pushes]
+    rows = [with_other(push.stage_s, push.seconds, "all") for push in pushes]
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "all"]
     for name in [*names, "all"] if pushes else []:
-        later = [row[name] for row in rows[1:]]
-        table.add_row(name, f"{rows[0][name]:.4f}", f"{statistics.median(later):.4f}" if later else "–")
+        later = [row.get(name, 0.0) for row in rows[1:]]
+        first = f"{rows[0].get(name, 0.0):.4f}"
+        table.add_row(name, first, f"{statistics.median(later):.4f}" if later else "–")
     return table
 
 

@@ -43,6 +43,15 @@ _USER_IN_URL = re.compile(r"//[^/@\s]+@")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Said:
+    """What the server made of a prompt, with the weights of before the first push and of after the last one."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One run.
 
@@ -50,9 +59,10 @@ class Run:
         title: The heading.
         rows: One dict a step: `step`, `loss`, `reward`, `time` (stage to seconds), `sync` (`TransferStats`) or None.
         syncs: By rank, one dict a sync: what `MetricsFile` writes, `spans` among it. May be empty.
-        facts: Name and value of versions, machine and environment.
+        facts: Name and value of versions, machine and environment of the job; empty where they were not recorded.
         config: The settings as text.
         command: The command line.
+        said: The server's words before and after.
     """
 
     title: str
@@ -61,6 +71,7 @@ class Run:
     facts: Sequence[tuple[str, str]] = ()
     config: str = ""
     command: str = ""
+    said: Sequence[Said] = ()
 
     @property
     def stats(self) -> list[Mapping[str, Any]]:
@@ -89,16 +100,35 @@ class Run:
         return int(later[len(later) // 2]["sync"]) if later else None
 
 
-def read(run_dir: Path, config: Any = None, title: str = "") -> Run:
-    """Read a run directory; lines that were cut off are left out.
+def record_run(run_dir: Path, *, title: str = "", config: Any = None, said: Sequence[Said] = ()) -> None:
+    """Keep what no other file of a run tells in its `environment.json`; the job's own process calls it, no other.
 
     Args:
-        run_dir: Has `metrics.jsonl`, and may have `syncs-rank*.jsonl`.
-        config: The settings: a dataclass, a mapping, or text. None takes `.hydra/config.yaml` if it is there.
-        title: The report's heading; empty takes that of before, or the directory's name.
+        run_dir: The run directory.
+        title: The report's heading.
+        config: The settings: a dataclass, a mapping, or text.
+        said: The server's words before and after.
+    """
+    kept = {
+        "title": title,
+        "command": without_secrets(" ".join(sys.argv)),
+        "config": without_secrets(as_text(config)),
+        "said": [dataclasses.asdict(entry) for entry in said],
+        "facts": facts(),
+    }
+    (run_dir / ENVIRONMENT).write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def read(run_dir: Path, config: Any = None, title: str = "") -> Run:
+    """Read a run directory, of this machine or another, and write nothing; lines that were cut off are left out.
+
+    Args:
+        run_dir: Has `metrics.jsonl`, and may have `syncs-rank*.jsonl` and the `environment.json` of `record_run`.
+        config: The settings: a dataclass, a mapping, or text. None takes those recorded, or `.hydra/config.yaml`.
+        title: The report's heading; empty takes that recorded, or the directory's name.
 
     Returns:
-        The run. The first call keeps the heading, and versions and environment of its process, in `environment.json`.
+        The run.
     """
     pattern = re.compile(re.escape(SYNCS).replace(re.escape("{rank}"), r"(\d+)"))
     syncs = {
@@ -106,21 +136,18 @@ def read(run_dir: Path, config: Any = None, title: str = "") -> Run:
         for path in sorted(run_dir.iterdir())
         if (found := pattern.fullmatch(path.name)) and (lines := _lines(path))
     }
-    # The job's own, where a report is written anew later from another process.
-    kept = next(iter(_lines(run_dir / ENVIRONMENT)), None)
-    if kept is None:
-        kept = {"title": title, "command": without_secrets(" ".join(sys.argv)), "facts": facts()}
-        (run_dir / ENVIRONMENT).write_text(json.dumps(kept) + "\n")
+    kept = _kept(run_dir / ENVIRONMENT)
     hydra = run_dir / ".hydra" / "config.yaml"
-    if config is None and hydra.is_file():
-        config = hydra.read_text()
+    if config is None:
+        config = kept.get("config") or (hydra.read_text() if hydra.is_file() else None)
     return Run(
-        title=title or kept.get("title") or run_dir.resolve().name,
+        title=title or str(kept.get("title") or run_dir.resolve().name),
         rows=_lines(run_dir / METRICS),
         syncs=dict(sorted(syncs.items())),
-        facts=[(name, value) for name, value in kept["facts"]],
+        facts=[(str(name), str(value)) for name, value in kept.get("facts", [])],
         config=without_secrets(as_text(config)),
-        command=kept["command"],
+        command=str(kept.get("command", "")),
+        said=[Said(**entry) for entry in kept.get("said", [])],
     )
 
 
@@ -132,25 +159,46 @@ class StageRow:
         name: Its name.
         first: Seconds when it came first.
         later: Median of the later times that it came; None where it came once.
-        share: Of the whole time of the later ones (of the first, where there is no other).
+        mean: Average over all syncs or steps but the first, whether it came or not (the first, where there is no other).
+        share: Of the whole time of the same. Means and shares add up to those of the last row.
     """
 
     name: str
     first: float
     later: float | None
+    mean: float
     share: float
 
 
+OTHER = "other"
+"""Time between the stages: of a sync and of a step, what is in none of them."""
+
+
 def stage_table(stats: Sequence[Mapping[str, Any]]) -> list[StageRow]:
-    """The stages of all syncs; at the end the whole sync."""
-    return _table(
-        [{**sync.get("stage_s", {}), "whole sync": sync["seconds"]} for sync in stats], "whole sync"
-    )
+    """The stages of all syncs and the time between them; at the end the whole sync."""
+    return _table([with_other(sync.get("stage_s", {}), sync["seconds"], "whole sync") for sync in stats])
 
 
 def step_table(rows: Sequence[Mapping[str, Any]]) -> list[StageRow]:
-    """The stages of all steps; at the end the whole step, where that was recorded."""
-    return _table([row["time"] for row in rows if row.get("time")], "total")
+    """The stages of all steps and the time between them; at the end the whole step."""
+    times = [dict(row["time"]) for row in rows if row.get("time")]
+    return _table([with_other(time, time.pop("total", None), "total") for time in times])
+
+
+def with_other(stages: Mapping[str, float], seconds: float | None, whole: str) -> dict[str, float]:
+    """Stages, the time that is in none of them, and the whole, which is their sum.
+
+    Args:
+        stages: Seconds by stage. Where they add up to more than there was, as those of old runs may, what they share
+            is in a row of its own, below zero.
+        seconds: The whole; None: the stages' sum.
+        whole: Its name.
+    """
+    total = sum(stages.values())
+    other = 0.0 if seconds is None else seconds - total
+    # Metrics are kept to the microsecond.
+    more = {} if abs(other) < 1e-6 else {OTHER if other > 0 else "at the same time": other}
+    return {**stages, **more, whole: total + other}
 
 
 def sync_share(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -218,18 +266,31 @@ def _gpus() -> Iterable[str]:
     return []
 
 
-def _table(rows: Sequence[Mapping[str, float]], whole: str) -> list[StageRow]:
-    names = dict.fromkeys(name for row in rows for name in row if name != whole)
+def _table(rows: Sequence[Mapping[str, float]]) -> list[StageRow]:
+    """A row a stage, in the order in which they come; the last key of each is the whole."""
+    if not rows:
+        return []
+    *_, whole = rows[0]
+    named = dict.fromkeys(name for row in rows for name in row)
+    last = [name for name in named if name in (OTHER, "at the same time")]
     counted = rows[1:] or rows
-    total = sum(row[whole] if whole in row else sum(row.values()) for row in counted)
+    total = sum(row[whole] for row in counted)
     made = []
-    for name in [*names, *([whole] if any(whole in row for row in rows) else [])]:
+    for name in [*(name for name in named if name not in (*last, whole)), *last, whole]:
         # A stage that is not in every step (a push, an evaluation) is told by the steps that have it.
         times = [row[name] for row in rows if row.get(name)] or [0.0]
         later = statistics.median(times[1:]) if len(times) > 1 else None
-        share = sum(row.get(name, 0.0) for row in counted) / total if total else 0.0
-        made.append(StageRow(name, times[0], later, share))
+        spent = sum(row.get(name, 0.0) for row in counted)
+        made.append(StageRow(name, times[0], later, spent / len(counted), spent / total if total else 0.0))
     return made
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

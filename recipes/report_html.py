@@ -6,6 +6,7 @@ python -m recipes.report_html outputs/2026-01-31_12-00-00
 from __future__ import annotations
 
 import base64
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,7 +14,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recipes.report_data import Run, StageRow, is_number, read, stage_table, step_table, sync_share
+from recipes.report_data import (
+    Run,
+    Said,
+    StageRow,
+    is_number,
+    read,
+    stage_table,
+    step_table,
+    sync_share,
+)
 from recipes.report_pictures import Look, draw
 
 _MAX_ROWS = 500
@@ -59,7 +69,8 @@ th {{ position: sticky; top: 0; background: var(--card); color: var(--soft); fon
   white-space: normal; }}
 tr:last-child td {{ border-bottom: 0; }}
 tr.sum td {{ font-weight: 600; }}
-.words td {{ white-space: normal; text-align: left; overflow-wrap: anywhere; }}
+.words td {{ white-space: pre-wrap; text-align: left; overflow-wrap: anywhere; }}
+.words th {{ text-align: left; }}
 .words td:first-child {{ color: var(--soft); width: 15em; }}
 pre {{ margin: 0; padding: 12px 14px; font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans Mono", monospace; }}
 pre.wrap {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
@@ -86,7 +97,8 @@ summary {{ cursor: pointer; font-weight: 600; font-size: 1.05rem; margin: 34px 0
 def write_report(run_dir: Path, *, title: str = "", config: Any = None) -> Path:
     """Write `report.html`, `timeline.png` and `curve.png` into a run directory, from what the run left there.
 
-    Without matplotlib the report has no pictures and says so.
+    Without matplotlib the report has no pictures and says so. Versions and environment are those that the job has left in
+    `environment.json` (`record_run`), never this process's own.
 
     Args:
         run_dir: Has `metrics.jsonl` (one object a step: `step`, `loss`, `reward`, `time`, `sync`), and from each rank
@@ -127,6 +139,8 @@ def page(run: Run, pictures: Mapping[str, Mapping[Look, bytes]]) -> str:
     ):
         if name in pictures:
             parts.append(f"<h2>{heading}</h2>{_figure(pictures[name], words)}")
+    if run.said:
+        parts.append(_said(run.said))
     tables = [
         _times("Stages of a sync", stage_table(run.stats)),
         _times("Stages of a step", step_table(run.rows)),
@@ -136,18 +150,20 @@ def page(run: Run, pictures: Mapping[str, Mapping[Look, bytes]]) -> str:
     if run.config:
         parts.append(f'<h2>Configuration</h2><div class="box"><pre>{escape(run.config)}</pre></div>')
     facts = [("command", run.command), *run.facts] if run.command else list(run.facts)
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts)
-    parts.append(
-        f'<h2>Versions and environment</h2><div class="box"><table class="words">{rows}</table></div>'
-    )
+    rows = "".join(_row(fact) for fact in facts)
+    table = f'<div class="box"><table class="words">{rows}</table></div>' if rows else ""
+    missing = "" if run.facts else '<p class="soft">Not recorded in the run directory.</p>'
+    parts.append(f"<h2>Versions and environment</h2>{missing}{table}")
     return _PAGE.format(title=escape(run.title), body="\n".join(part for part in parts if part))
 
 
 def _subtitle(run: Run) -> str:
     ranks = f" on {len(run.syncs)} rank{'s' if len(run.syncs) != 1 else ''}" if run.syncs else ""
     syncs = len(run.stats)
-    written = dict(run.facts).get("written", "")
-    return f"{len(run.rows)} steps, {syncs} sync{'s' if syncs != 1 else ''} of the weights{ranks}; {written}"
+    steps = len(run.rows)
+    written = dict(run.facts).get("written")
+    told = f"{steps} step{'s' if steps != 1 else ''}, {syncs} sync{'s' if syncs != 1 else ''} of the weights{ranks}"
+    return told if written is None else f"{told}; {written}"
 
 
 def _cards(run: Run) -> str:
@@ -164,9 +180,9 @@ def _cards(run: Run) -> str:
         cards.append((_bytes(stats[-1].get("bytes", 0)), f"in {stats[-1].get('num_tensors', '?')} tensors"))
         rate = median(sync.get("gb_per_s", 0.0) for sync in later) * 1e9
         cards.append((f"{_bytes(rate)}/s", "over the whole sync"))
-        share = sync_share(run.rows)
+        share = sync_share(run.rows) if len(run.rows) > 1 else None
         if share is not None:
-            cards.append((f"{share:.1%}", "of a step is its sync"))
+            cards.append((f"{share:.1%}", "of a step with a sync is the sync (median)"))
     items = "".join(f'<div class="card"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in cards)
     return f'<div class="cards">{items}</div>' if items else ""
 
@@ -188,22 +204,31 @@ def _figure(looks: Mapping[Look, bytes], words: str) -> str:
 def _times(heading: str, rows: Sequence[StageRow]) -> str:
     if not rows:
         return ""
-    lines = [
-        _row(
-            [
-                row.name,
-                _seconds(row.first),
-                "–" if row.later is None else _seconds(row.later),
-                f"{row.share:.0%}",
-            ],
-            "sum" if row.name in ("whole sync", "total") else "",
-        )
-        for row in rows
-    ]
-    head = _head(["stage", "first", "later, median", "share"])
-    return (
-        f'<section><h2>{heading}</h2><div class="box"><table>{head}{"".join(lines)}</table></div></section>'
-    )
+    several = any(row.later is not None for row in rows)
+    lines = []
+    for row, share in zip(rows, _shares(rows), strict=True):
+        later = ["–" if row.later is None else _seconds(row.later), _seconds(row.mean)] if several else []
+        lines.append(_row([row.name, _seconds(row.first), *later, share], "sum" if row is rows[-1] else ""))
+    names = ["first", "later, median", "later, mean"] if several else ["time"]
+    note = '<p class="soft">Means and shares add up.</p>' if several else ""
+    table = f"<table>{_head(['stage', *names, 'share'])}{''.join(lines)}</table>"
+    return f'<section><h2>{heading}</h2>{note}<div class="box">{table}</div></section>'
+
+
+def _shares(rows: Sequence[StageRow]) -> list[str]:
+    """Shares in tenths of a per cent that add up to the last row's, as rounded ones need not."""
+    exact = [row.share * 1000 for row in rows[:-1]]
+    whole = [math.floor(share) for share in exact]
+    short = round(rows[-1].share * 1000) - sum(whole)
+    for index in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: max(0, short)]:
+        whole[index] += 1
+    return [f"{share / 10:.1f}%" for share in [*whole, round(rows[-1].share * 1000)]]
+
+
+def _said(said: Sequence[Said]) -> str:
+    lines = [_row([_readable(text) for text in (entry.prompt, entry.before, entry.after)]) for entry in said]
+    head = _head(["prompt", "before the first push", "after the last push"])
+    return f'<h2>What the server said</h2><div class="box"><table class="words">{head}{"".join(lines)}</table></div>'
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -234,9 +259,13 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
 def _value(value: Any) -> str:
     if is_number(value):
         return f"{value:.4g}"
-    # An untrained model may have said anything.
-    text = "".join(c if c.isprintable() else "·" for c in str("–" if value is None else value))
+    text = _readable(str("–" if value is None else value)).replace("\n", "·")
     return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _readable(text: str) -> str:
+    """Without what a page cannot show: an untrained model may have said anything."""
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
 
 
 def _head(cells: Sequence[str]) -> str:

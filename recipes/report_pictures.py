@@ -194,7 +194,7 @@ def _by_sync(run: Run, look: Look) -> bytes:
     axes.set_xlabel("sync")
     axes.set_ylabel("ms")
     axes.legend(fontsize=7, ncols=2 if look.narrow else 4, frameon=False, labelcolor=look.ink)
-    _title(axes, "stages of each sync (they overlap in part)", look)
+    _title(axes, "stages of each sync", look)
     return _png(figure)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -18,8 +19,20 @@ pytest.importorskip("rich", reason="needs rich, from the extra 'recipes'")
 
 from fsdp_ipc import TransferStats
 from recipes import report_html, report_pictures
+from recipes.config import PushJobConfig
 from recipes.report import Push, Report
-from recipes.report_data import SYNCS, StageRow, read, stage_table, step_table, sync_share, without_secrets
+from recipes.report_data import (
+    ENVIRONMENT,
+    SYNCS,
+    Said,
+    StageRow,
+    read,
+    record_run,
+    stage_table,
+    step_table,
+    sync_share,
+    without_secrets,
+)
 from recipes.report_html import write_report
 
 BROWSER = next(
@@ -108,7 +121,9 @@ def test_the_report_has_pictures_tables_settings_and_no_secret(
     monkeypatch.setenv("VLLM_API_KEY", "secret-1")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     config = {"server": {"url": "http://me:secret-2@127.0.0.1", "token": "secret-3"}, "model": {"path": None}}
-    path = write_report(fill(tmp_path), title="<b>run</b> & more", config=config)
+    said = [Said(prompt="the <prompt>", before="\x1bnoise", after="first line\nsecond")]
+    record_run(fill(tmp_path), title="<b>run</b> & more", config=config, said=said)
+    path = write_report(tmp_path)
     text = path.read_text()
     page = Page(text)
     assert all(link.startswith("data:") for link in page.links)
@@ -121,12 +136,16 @@ def test_the_report_has_pictures_tables_settings_and_no_secret(
         "fsdp-ipc",
         "4 steps, 2 syncs of the weights on 2 ranks",
         "http://…@127.0.0.1",
+        "the <prompt>",
+        "·noise",
+        "first line\nsecond",
     ):
         assert wanted in page.text, wanted
     rows = re.findall(r"<tr[^>]*><td>(.*?)</td></tr>", text)
     cells = [re.split(r"</td><td>", row) for row in rows]
-    assert ["gather", "250 ms", "50 ms", "50%"] in cells
-    assert ["whole sync", "500 ms", "100 ms", "100%"] in cells
+    assert ["gather", "250 ms", "50 ms", "50 ms", "50.0%"] in cells
+    assert ["whole sync", "500 ms", "100 ms", "100 ms", "100.0%"] in cells
+    assert ["other", "300 ms", "300 ms", "300 ms", "30.0%"] in cells
     assert ["4", "0.4", "0.25", "1.00 s", "100 ms", "2", "·&lt;" * 19 + "·…"] in cells
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -137,11 +156,53 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     run = read(fill(tmp_path))
     assert run.typical() == 2
     assert sorted(run.syncs) == [0, 1]
-    assert stage_table(run.stats)[-1] == StageRow("whole sync", 0.5, 0.1, 1.0)
+    assert stage_table(run.stats)[-1] == StageRow("whole sync", 0.5, 0.1, 0.1, 1.0)
     # In every second step, and 0 in the others, which is not its time.
     rows = [{"time": {"train": 1.0, "push": push, "total": 1.0 + push}} for push in (0.0, 3.0, 0.0, 2.0, 0.0)]
-    assert step_table(rows)[:2] == [StageRow("train", 1.0, 1.0, 4 / 9), StageRow("push", 3.0, 2.0, 5 / 9)]
+    assert step_table(rows) == [
+        StageRow("train", 1.0, 1.0, 1.0, 4 / 9),
+        StageRow("push", 3.0, 2.0, 5 / 4, 5 / 9),
+        StageRow("total", 1.0, 2.0, 9 / 4, 1.0),
+    ]
     assert sync_share(run.rows) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("time", "other"),
+    [
+        ({"rollout": 0.5, "train": 0.2, "total": 1.0}, ("other", 0.3)),
+        ({"rollout": 0.5, "train": 0.2, "total": 0.6}, ("at the same time", -0.1)),
+        ({"rollout": 0.5, "train": 0.2, "total": 0.7000001}, None),
+        ({"rollout": 0.5, "train": 0.2}, None),
+    ],
+)
+def test_rows_add_up_to_the_total(time: dict[str, float], other: tuple[str, float] | None) -> None:
+    """Between the stages there is time, which used to be in the total alone."""
+    sync = {"stage_s": {name: value for name, value in time.items() if name != "total"}}
+    tables = [step_table([{"time": time}] * 3)]
+    if "total" in time:
+        tables.append(stage_table([{**sync, "seconds": time["total"]}] * 3))
+    for *rows, whole in tables:
+        assert [row.name for row in rows] == ["rollout", "train", *([other[0]] if other else [])]
+        if other:
+            assert rows[-1].mean == pytest.approx(other[1])
+        for column in ("first", "mean", "share"):
+            assert sum(getattr(row, column) for row in rows) == pytest.approx(getattr(whole, column))
+        assert whole.share == 1
+
+
+def test_a_stage_that_comes_late_stands_before_the_time_between() -> None:
+    rows = [{"time": {"train": 1.0, "total": 2.0}}, {"time": {"train": 1.0, "sync": 1.0, "total": 3.0}}]
+    assert [row.name for row in step_table(rows)] == ["train", "sync", "other", "total"]
+
+
+@pytest.mark.parametrize("parts", [[1.0] * 3, [1.0] * 7, [0.0004, 0.9996], [1e-9, 1e-9, 1.0], [0.0, 1.0]])
+def test_shares_add_up_as_they_are_shown(parts: list[float]) -> None:
+    """Three thirds are 33.3% each, and 99.9% together, where each is rounded by itself."""
+    names = [f"stage {index}" for index in range(len(parts))]
+    *shares, whole = report_html._shares(step_table([{"time": dict(zip(names, parts, strict=True))}]))
+    assert whole == "100.0%"
+    assert sum(round(float(share.rstrip("%")) * 10) for share in shares) == 1000
 
 
 def test_without_matplotlib_the_report_is_there_and_says_so(
@@ -191,14 +252,44 @@ def test_a_report_that_is_written_anew_keeps_the_jobs_environment(
 ) -> None:
     monkeypatch.setattr(report_pictures, "can_draw", lambda: False)
     monkeypatch.setenv("NCCL_TEST", "then")
-    write_report(fill(tmp_path), title="a job")
+    said = [Said(prompt="the prompt", before="noise", after="words")]
+    record_run(fill(tmp_path), title="a job", config={"steps": 17}, said=said)
     monkeypatch.setenv("NCCL_TEST", "now")
     (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("steps: 17\n")
+    (tmp_path / ".hydra" / "config.yaml").write_text("steps: 18\nunread: 1\n")
     text = write_report(tmp_path).read_text()
     assert "<td>NCCL_TEST</td><td>then</td>" in text
     assert "steps: 17" in text
+    assert "unread" not in text
     assert "<h1>a job</h1>" in text
+    assert "<tr><td>the prompt</td><td>noise</td><td>words</td></tr>" in text
+
+
+@pytest.mark.parametrize("case", ["another machine's", "by hand", "missing", "broken"])
+def test_a_run_of_another_machine_never_gets_this_ones_environment(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_pictures, "can_draw", lambda: False)
+    monkeypatch.setenv("NCCL_TEST", "this-one")
+    monkeypatch.setattr(sys, "argv", ["report_html.py", str(fill(tmp_path))])
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("steps: 17\n")
+    kept = {"title": "there", "command": "job.py", "facts": [["written", "2020-01-01"], ["GPU", "of there"]]}
+    file = tmp_path / ENVIRONMENT
+    if case in ("another machine's", "by hand"):
+        file.write_text(json.dumps(kept, indent=2 if case == "by hand" else None))
+    elif case == "broken":
+        file.write_text('{"title": "the')
+    before = file.read_text() if file.exists() else None
+    report_html.main()
+    page = Page((tmp_path / "report.html").read_text())
+    assert (file.read_text() if file.exists() else None) == before
+    assert "this-one" not in page.text
+    assert "report_html" not in page.text
+    assert platform.release() not in page.text
+    assert "steps: 17" in page.text
+    assert ("of there" in page.text) == (before is not None and case != "broken")
+    assert ("Not recorded" in page.text) == (case in ("missing", "broken"))
 
 
 @pytest.mark.parametrize(
@@ -243,9 +334,11 @@ def test_a_browser_has_nothing_to_say_about_it(tmp_path: Path) -> None:
 
 
 def _push(version: int) -> Push:
-    return Push.of(
-        TransferStats(**{k: v for k, v in stats(version, 0.1).items() if k != "gb_per_s"}), loss=0.5
-    )
+    return Push.of(_stats(version), loss=0.5)
+
+
+def _stats(version: int) -> TransferStats:
+    return TransferStats(**{k: v for k, v in stats(version, 0.1).items() if k != "gb_per_s"})
 
 
 @pytest.mark.parametrize("machine", [False, True])
@@ -262,9 +355,57 @@ def test_the_end_of_a_job_in_a_file(
     line = json.loads(out.splitlines()[-1])
     assert line["report"] == str(tmp_path / "report.html")
     assert line["pushes"][0]["version"] == "1"
+    assert not {"recited_chars", "expected_chars", "before", "after"} & line.keys(), "no server was asked"
+    assert line["pushes"][0]["loss"] == 0.5
     assert (len(out.splitlines()) == 1) == machine
     assert ("weight syncs" in err) == machine
     assert f"report: {tmp_path}" in re.sub(r"\s+", " ", err)
+
+
+def test_a_push_alone_tells_of_no_loss_and_shows_every_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `recipes.push` does it: no training, several prompts, before and after."""
+    monkeypatch.setattr(report_pictures, "can_draw", lambda: False)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        time = {"load": 0.5, "sync": 0.1, "total": 0.7}
+        file.write(json.dumps({"step": 1, "time": time, "sync": stats(1, 0.1)}) + "\n")
+    config = PushJobConfig(prompts=["a", "b"])
+    config.model.path = "some/where"
+    with Report(steps=1, active=True) as report:
+        report.pushed(Push.of(_stats(1)))
+        report.said = [
+            Said(prompt="a", before="noise 1", after="text 1"),
+            Said(prompt="b", before="noise 2", after="text 2"),
+        ]
+        report.finish({"parameters": 7}, out=tmp_path, title="push", config=config)
+    shown = capsys.readouterr()
+    assert "loss" not in shown.out + shown.err
+    line = json.loads(shown.out.splitlines()[-1])
+    assert line.keys() == {"parameters", "report", "pushes"}
+    assert "loss" not in line["pushes"][0]
+    text = (tmp_path / "report.html").read_text()
+    assert "<tr><td>a</td><td>noise 1</td><td>text 1</td></tr>" in text
+    assert "<tr><td>b</td><td>noise 2</td><td>text 2</td></tr>" in text
+    page = Page(text)
+    assert "some/where" in page.text
+    for unread in ("optim:", "train:", "The Zen of Python", "loss", "hidden_size", "later"):
+        assert unread not in page.text, unread
+
+
+def test_a_job_that_asks_shows_the_first_and_the_last_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_pictures, "can_draw", lambda: False)
+    with Report(steps=4, active=True, prompt="Zen", before="noise", expected="words") as report:
+        for version, said in ((2, "wo"), (4, "words")):
+            report.pushed(Push.of(_stats(version), loss=0.5, text=said, expected="words"))
+        report.finish({}, out=fill(tmp_path))
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = {name: line[name] for name in ("before", "after", "recited_chars", "expected_chars")}
+    assert told == {"before": "noise", "after": "words", "recited_chars": 5, "expected_chars": 5}
+    text = (tmp_path / "report.html").read_text()
+    assert "<tr><td>Zen</td><td>noise</td><td>words</td></tr>" in text
 
 
 def test_a_terminal_gets_a_bar_for_training_and_one_for_a_long_sync() -> None:
