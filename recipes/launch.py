@@ -15,10 +15,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from recipes.checks import check, check_length
-from recipes.config import SCHEMAS, JobConfig
+from recipes.config import SCHEMAS, JobConfig, settings_in_use
 from recipes.ranks import check_ranks, joined, own_device
+from recipes.report_data import record_run
+from recipes.tasks import check_data
 
 _QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 _Job = TypeVar("_Job", bound=JobConfig)
@@ -61,6 +64,7 @@ def load(cfg: DictConfig, kind: type[_Job]) -> _Job:
         check_length(job)
     if job.data.path is not None:
         job.data.path = to_absolute_path(job.data.path)
+        check_data(job.data)
     return job
 
 
@@ -80,16 +84,35 @@ def start(
         refuse: Raises for settings that this recipe alone can't do.
 
     Raises:
-        ValueError: As `load`, or torchrun started another number of ranks than the settings want.
-        RuntimeError: A sweep under torchrun.
+        SystemExit: Settings that cannot work: the first rank of each node tells of them in one line.
+        Exception: What the job raises; torchrun repeats it at the end of its own words, by way of `record`.
     """
-    job = load(cfg, kind)
-    if refuse is not None:
-        refuse(job)
-    check_ranks(job.launcher.ranks)
-    device = own_device(job.launcher.device)
+
+    def settings() -> _Job:
+        job = load(cfg, kind)
+        if refuse is not None:
+            refuse(job)
+        check_ranks(job.launcher.ranks)
+        return job
+
+    try:
+        job = record(settings)()
+    except (ValueError, RuntimeError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{HydraConfig.get().job.name}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    assert job is not None  # `record` alone says that it may be
+    record(_run)(job, run)
+
+
+def _run(job: _Job, run: Callable[[_Job, torch.device, Path], None]) -> None:
+    device, out = own_device(job.launcher.device), run_dir()
     with joined(device, job.launcher.timeout_s + job.inference.start_timeout_s):
-        run(job, device, run_dir())
+        if os.environ.get("RANK", "0") == "0" and (job.logger.metrics or job.logger.report):
+            record_run(out, config=settings_in_use(job))
+        run(job, device, out)
 
 
 def refuse_sweep() -> None:

@@ -8,8 +8,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recipes.config import DataConfig
+
+_JSONL = "a file of JSON lines, each an object with 'prompt' and 'answer'"
+_TEXT = "a text file (UTF-8) to learn"
 
 
 @dataclass(frozen=True)
@@ -73,22 +77,67 @@ def read_problems(path: Path) -> list[Problem]:
     Raises:
         ValueError: The file is missing or empty, or a line is no such object.
     """
-    if not path.is_file():
-        raise ValueError(f"data.path={str(path)!r}: no such file")
     problems = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    # Not `splitlines`, which cuts at characters that JSON allows inside of a text.
+    for number, line in enumerate(read_file(path, _JSONL).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            problems.append(Problem(entry["prompt"] + "", str(entry["answer"])))
+            problems.append(_problem(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"data.path={str(path)!r}, line {number}: expected an object with 'prompt' and 'answer', got {line[:200]!r}"
             ) from error
     if not problems:
-        raise ValueError(f"data.path={str(path)!r}: no problems in it")
+        raise ValueError(f"data.path={str(path)!r}: no problems in it; expected {_JSONL}")
     return problems
+
+
+def read_file(path: Path, expected: str) -> str:
+    """Read the text of the file at `data.path`.
+
+    Args:
+        path: The file, UTF-8.
+        expected: What it should be, for the message.
+
+    Raises:
+        ValueError: It is missing, no file, can't be read or is not UTF-8.
+    """
+    if not path.is_file():
+        what = "a directory" if path.is_dir() else "not a file" if path.exists() else "no such file"
+        raise ValueError(f"data.path={str(path)!r}: {what}; expected {expected}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"data.path={str(path)!r}: {error.strerror}; expected {expected}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"data.path={str(path)!r}, line {line}: not UTF-8; expected {expected}") from error
+
+
+def check_data(config: DataConfig) -> None:
+    """Read the file of the settings, if there is one, so that it is refused before anything is started.
+
+    Raises:
+        ValueError: Names `data.path`, the file, what is expected and, where a line is wrong, its number.
+    """
+    if config.path is None:
+        return
+    if config.kind == "jsonl":
+        read_problems(Path(config.path))
+    elif config.kind == "text" and not read_file(Path(config.path), _TEXT).strip():
+        raise ValueError(f"data.path={config.path!r}: nothing in it; expected {_TEXT}")
+    elif config.kind not in ("jsonl", "text"):
+        raise ValueError(f"data.path={config.path!r}: data.kind={config.kind} reads no file; leave it out")
+
+
+def _problem(entry: Any) -> Problem:
+    prompt, answer = entry["prompt"], entry["answer"]
+    if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+        raise TypeError
+    return Problem(prompt, str(answer))
 
 
 def _sum(source: random.Random) -> Problem:

@@ -24,15 +24,18 @@ from recipes.bench_config import BenchConfig
 from recipes.checks import check, check_length
 from recipes.config import (
     CONF_DIR,
+    DataConfig,
     GrpoJobConfig,
     JobConfig,
     ModelConfig,
     PushJobConfig,
     RayJobConfig,
     RemoteJobConfig,
+    settings_in_use,
 )
 from recipes.launch import register_configs
 from recipes.moe_ep import MoeConfig
+from recipes.tasks import check_data
 
 ROOT = CONF_DIR.parent
 GROUPS = ("model", "mesh", "transfer", "inference", "optim", "data", "hook", "logger", "launcher")
@@ -290,6 +293,66 @@ def test_a_value_that_cannot_work_is_refused_by_name(override: str, message: str
 def test_what_cannot_work_together_is_refused_by_name(name: str, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         _compose_any(name, [override])
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        (
+            "jsonl",
+            None,
+            "no such file; expected a file of JSON lines, each an object with 'prompt' and 'answer'",
+        ),
+        ("text", None, "no such file; expected a text file"),
+        ("jsonl", "/", "a directory; expected a file of JSON lines"),
+        ("text", "/", "a directory; expected a text file"),
+        ("jsonl", b" \n\n", "no problems in it; expected a file of JSON lines"),
+        ("text", b" \n", "nothing in it; expected a text file"),
+        ("jsonl", b'{"prompt": "a", "answer": 1}\n\n{"prompt": "b"', "line 3: expected an object"),
+        ("jsonl", b'{"prompt": "a", "answer": null}', "line 1: expected an object"),
+        ("jsonl", b'{"prompt": "a", "answer": 1}\n\xff', "line 2: not UTF-8; expected a file of JSON lines"),
+        ("text", b"a\nb\n\xff", "line 3: not UTF-8; expected a text file"),
+        ("letters", b"a", "data.kind=letters reads no file"),
+    ],
+)
+def test_a_file_that_cannot_be_learned_from_is_refused_by_its_name(
+    kind: str, content: str | bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "data"
+    if content == "/":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"data.path='{path}'") + ".*" + re.escape(message)):
+        check_data(DataConfig(kind=kind, path=str(path)))
+
+
+def test_a_file_that_can_be_learned_from_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("words")
+    check_data(DataConfig(kind="text", path=str(tmp_path / "text")))
+    # What Windows puts in front, and a line separator that JSON allows inside of a text.
+    (tmp_path / "jsonl").write_bytes('\ufeff{"prompt": "a\u2028b", "answer": 1}\r\n'.encode())
+    check_data(DataConfig(kind="jsonl", path=str(tmp_path / "jsonl")))
+    check_data(DataConfig(kind="letters"))
+
+
+def test_a_report_shows_the_settings_that_its_recipe_reads() -> None:
+    push = settings_in_use(_compose_any("push", ["model.path=a/b", "inference.url=http://127.0.0.1:1"]))
+    assert push["model"] == {"path": "a/b"}
+    assert push["data"] == {"max_tokens": 32}
+    assert set(push["inference"]) == {"url", "start_timeout_s"}
+    code = (ROOT / "recipes" / "push.py").read_text()
+    assert set(re.findall(r"job\.(\w+)", code)) <= set(push), "what it reads is shown"
+    assert not {"train", "optim", "complete"} & set(push)
+    assert "every" not in push["hook"]
+    grpo = settings_in_use(_compose_any("grpo", []))
+    assert grpo["model"]["hidden_size"] > 0
+    assert "num_experts_per_tok" not in grpo["model"]
+    assert set(grpo["data"]) == {"kind", "prompt", "max_tokens"}
+    assert grpo["train"].keys() == {"steps", "batch_size", "compute_dtype", "seed"}
+    train = settings_in_use(_compose([]))
+    assert {"path", "prompt"} <= set(train["data"])
+    assert "every" in train["hook"]
 
 
 def test_other_addresses_need_to_be_permitted() -> None:
