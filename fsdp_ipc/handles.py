@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -26,6 +27,7 @@ __all__ = [
     "allocate",
     "device_key",
     "export",
+    "is_exportable",
     "normalize_device_key",
     "open_handle",
     "stock_rebuild_args",
@@ -138,24 +140,48 @@ def allocate(nbytes: int, device: torch.device, *, key: str) -> SharedBuffer:
     handle = IpcHandle(
         device=key, nbytes=nbytes, offset=0, memory=ShmMemory(file=file.name, file_bytes=nbytes)
     )
-    return SharedBuffer(memory, handle, file)
+    buffer = SharedBuffer(memory, handle, file)
+    _shared_on_cpu.add(buffer)
+    return buffer
+
+
+def is_exportable(tensor: torch.Tensor) -> bool:
+    """Whether `export` can name a plain, contiguous tensor's memory: CUDA memory, or a part of what `allocate` gave."""
+    return tensor.device.type == "cuda" or _shared_at(tensor) is not None
+
+
+def _shared_at(tensor: torch.Tensor) -> tuple[SharedBuffer, int] | None:
+    """The buffer of this process in which CPU memory lies, and the offset there in bytes."""
+    first = tensor.data_ptr()
+    for buffer in _shared_on_cpu:
+        if not buffer.closed:
+            at = first - buffer.bytes.data_ptr()
+            if 0 <= at <= buffer.bytes.numel() - tensor.nbytes:
+                return buffer, at
+    return None
+
+
+_shared_on_cpu: WeakSet[SharedBuffer] = WeakSet()
 
 
 def export(tensor: torch.Tensor, *, key: str) -> IpcHandle:
-    """Name an existing CUDA tensor's memory for another process; zero-copy, the sender's rank only.
+    """Name an existing tensor's memory for another process; zero-copy, the sender's rank only.
 
     The owner keeps the tensor alive until the consumer is done. Writes to it reach the consumer, so the producer
     synchronises its stream before it says that the bytes are there.
 
     Args:
-        tensor: A plain, contiguous CUDA tensor or parameter.
+        tensor: A plain, contiguous tensor or parameter: on CUDA, or on the CPU in memory that `allocate` gave.
         key: Device key to write into the handle.
 
     Raises:
-        TypeError: It is a DTensor or another subclass, or not on CUDA.
+        TypeError: It is a DTensor or another subclass, or neither on CUDA nor in shared memory of this process.
         ValueError: It is not contiguous, is empty, or lies in expandable segments.
         RuntimeError: CUDA refuses.
     """
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and (found := _shared_at(tensor)) is not None:
+        buffer, at = found
+        return IpcHandle(device=key, nbytes=tensor.nbytes, offset=at, memory=buffer.handle.memory)
     memory, offset = cuda_ipc.share(tensor)
     return IpcHandle(device=key, nbytes=tensor.numel() * tensor.element_size(), offset=offset, memory=memory)
 
@@ -172,12 +198,14 @@ def stock_rebuild_args(tensor: torch.Tensor) -> tuple[Any, ...]:
     return cuda_ipc.rebuild_args(tensor)
 
 
-def open_handle(handle: IpcHandle, device: torch.device) -> OpenedBuffer:
+def open_handle(handle: IpcHandle, device: torch.device, *, peer: bool = False) -> OpenedBuffer:
     """Map the memory that a handle names (the worker's side).
 
     Args:
         handle: A checked handle, from `IpcHandle.from_json`.
         device: This process's own device; the exporter's device index means nothing here.
+        peer: The memory may be another GPU's of this host, which this process need not see otherwise; the mapping is then
+            read over NVLink or PCIe (`cudaIpcOpenMemHandle` opens handles of devices that are not visible, too).
 
     Raises:
         ValueError: The handle is for another device or data plane, or its file is not what it says.
@@ -192,7 +220,7 @@ def open_handle(handle: IpcHandle, device: torch.device) -> OpenedBuffer:
                 f"the handle is for CUDA memory of {handle.device}, this worker runs on {device}"
             )
         own = device_key(device, 0)
-        if normalize_device_key(handle.device) != normalize_device_key(own):
+        if not peer and normalize_device_key(handle.device) != normalize_device_key(own):
             raise ValueError(f"the handle is for GPU {handle.device}, this worker runs on GPU {own}")
         storage = cuda_ipc.open_storage(memory, device)
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

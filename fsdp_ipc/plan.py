@@ -8,34 +8,17 @@ in different orders.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from fsdp_ipc.delivery import LocalDelivery, Readers, local_deliveries
-from fsdp_ipc.dtypes import dtype_name
-from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
+from fsdp_ipc.metadata import Layout, StreamItem
 from fsdp_ipc.pieces import Piece, align, clusters_of, cut, cut_local, local_piece, units_of, whole_piece
 from fsdp_ipc.recipe import Emit
+from fsdp_ipc.rows import Holders, Reach, TensorRow, local_rows, whole_rows
 
 DEFAULT_BUCKET_BYTES = 2 << 30
 """Slot size when the caller names none; the largest tensor makes it grow (Qwen3-8B's embedding has 1.16 GiB)."""
-
-
-class TensorRow(NamedTuple):
-    """One checkpoint tensor as a worker finds it: bytes `[offset, offset + nbytes)` of an allocation.
-
-    Memory of the trainer's own may be of another dtype than the tensor that is meant: `held` then names it, and the
-    worker casts to `dtype`, as the trainer would have, while it copies.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bucket: int
-    allocation: int
-    offset: int
-    held: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +86,7 @@ class TransferPlan:
         rows: Checkpoint tensors that every worker reads.
         local_rows: By group rank, the tensors that only the worker on that rank's GPU reads.
         resident: Items whose own memory is exported, in the order of their allocations after the slots.
+        holders: Who holds which chunk of them, for rows that name one (`TensorRow.shards`).
         slot_bytes: Size of a slot; 0 when there is none.
         num_slots: Number of slots in use.
         allocation_bytes: Sizes of the single allocations (unpacked mode); they come after the slots.
@@ -113,6 +97,7 @@ class TransferPlan:
     rows: tuple[TensorRow, ...]
     local_rows: tuple[tuple[TensorRow, ...], ...]
     resident: tuple[int, ...]
+    holders: tuple[Holders, ...]
     slot_bytes: int
     num_slots: int
     allocation_bytes: tuple[int, ...]
@@ -132,6 +117,7 @@ def build_plan(
     group_ranks: Sequence[int] | None = None,
     resident: Collection[int] = (),
     wanted: Readers | None = None,
+    reads: Sequence[Collection[int]] | None = None,
     atomic: Sequence[Collection[str]] = (),
 ) -> TransferPlan:
     """Lay the stream out.
@@ -140,10 +126,12 @@ def build_plan(
         items: The stream, in layer order.
         limits: What the wire and the settings ask.
         group_ranks: Global ranks of the trainer group, in group order; None if the plan is for one rank or for a look.
-        resident: Indices of the items whose own memory is exported, so that they need no slot; the same on every rank.
-            Where it is held in another dtype, the rows say so.
+        resident: Indices of the items whose own memory can be exported, so that they need no slot; the same on every
+            rank. Where it is held in another dtype, the rows say so. Shards stay in place as `reads` allows.
         wanted: Which workers hold which experts, None if every worker reads everything. Experts are delivered
             rank-locally where every worker that holds one sits beside a trainer rank that owns it.
+        reads: By group rank, the group ranks whose memory the worker beside it can read; None if workers know nothing of
+            shards. A shard stays where it is if every worker can read all chunks of it that it needs.
         atomic: Sets of checkpoint names that must reach the server in one bucket (a weight and its scale).
 
     Returns:
@@ -158,7 +146,9 @@ def build_plan(
         _check_meshes(items, ranks)
     local = local_deliveries(items, ranks, wanted, back_to_back=limits.back_to_back)
     clusters = clusters_of(items, atomic)
-    kept = [i for i in sorted(resident) if i not in clusters]
+    reach = Reach(ranks, reads) if reads is not None else None
+    tables = _tables(items, resident, local, reach)
+    kept = [i for i in sorted(resident) if i not in clusters and i in tables]
     leave = set(kept)
     staged = [i for i in range(len(items)) if i not in leave]
 
@@ -181,27 +171,32 @@ def build_plan(
     exported = [layout.segment(layout.piece(i), first + n, 0) for n, i in enumerate(kept)]
 
     rows: list[TensorRow] = []
-    local_rows: list[list[TensorRow]] = [[] for _ in ranks]
+    own_rows: list[list[TensorRow]] = [[] for _ in ranks]
     for bucket, inside in enumerate([*segments, exported]):
-        at = bucket if bucket < len(segments) else 0
-        for segment in inside:
-            item = items[segment.item]
-            if segment.local:
-                _add_local_rows(local_rows, item, segment, local[segment.item], at)
-            else:
-                dtype, held, scale = dtype_name(item.wire_dtype), "", 1.0
-                if inside is exported and item.inputs[0].dtype != item.wire_dtype:
-                    held = dtype_name(item.inputs[0].dtype)
-                    scale = item.inputs[0].dtype.itemsize / item.wire_dtype.itemsize
-                for emit, offset in zip(segment.emits, segment.emit_offsets, strict=True):
-                    where = (at, segment.allocation, int(offset * scale))
-                    rows.append(TensorRow(emit.name, dtype, emit.shape, *where, held))
-    digest = _digest(items, limits, local, [*segments, exported], (slot_bytes, kept, allocation_bytes, ranks))
+        at, in_place = (bucket, False) if bucket < len(segments) else (0, True)
+        for s in inside:
+            item = items[s.item]
+            if s.local:
+                delivery = local[s.item]
+                for rank, row in local_rows(
+                    item, delivery, at, s.allocation, s.offset, s.rows, exported=in_place
+                ):
+                    own_rows[rank].append(row)
+                continue
+            table = tables[s.item] if in_place else -1
+            rows += whole_rows(
+                item, s.emits, s.emit_offsets, at, s.allocation, exported=in_place, shards=table
+            )
+    holders = tuple(reach.tables) if reach is not None else ()
+    digest = _digest(
+        items, limits, local, [*segments, exported], (slot_bytes, kept, holders, allocation_bytes, ranks)
+    )
     return TransferPlan(
         buckets=tuple(Bucket(k, tuple(inside)) for k, inside in enumerate(segments)),
         rows=tuple(rows),
-        local_rows=tuple(tuple(r) for r in local_rows),
+        local_rows=tuple(tuple(r) for r in own_rows),
         resident=tuple(kept),
+        holders=holders,
         slot_bytes=slot_bytes,
         num_slots=num_slots,
         allocation_bytes=tuple(allocation_bytes),
@@ -341,26 +336,20 @@ def _check_meshes(items: Sequence[StreamItem], group_ranks: Sequence[int]) -> No
                 )
 
 
-def _add_local_rows(
-    local_rows: list[list[TensorRow]],
-    item: StreamItem,
-    segment: Segment,
-    delivery: LocalDelivery,
-    bucket: int,
-) -> None:
-    spec = item.inputs[0]
-    dtype = str(item.wire_dtype).removeprefix("torch.")
-    rows = chunk_rows(spec.shape[0], spec.layout.num_shards) if spec.layout.kind == "shard" else 0
-    for emit, readers, chunk in zip(item.recipe.emits, delivery.readers, delivery.chunks, strict=True):
-        skipped = chunk * rows
-        if segment.rows is not None:
-            if not segment.rows[0] <= emit.rows(spec.shape)[0] - skipped < segment.rows[1]:
-                continue
-            skipped += segment.rows[0]
-        at = segment.offset + emit.start * item.wire_dtype.itemsize - skipped * spec.row_bytes
-        row = TensorRow(emit.name, dtype, emit.shape, bucket, segment.allocation, at)
-        for rank in readers:
-            local_rows[rank].append(row)
+def _tables(
+    items: Sequence[StreamItem],
+    resident: Collection[int],
+    local: Mapping[int, LocalDelivery],
+    reach: Reach | None,
+) -> dict[int, int]:
+    """Of the resident items those that can stay in place, each with the table of its chunks; -1 where it has none."""
+    found = {}
+    for i in resident:
+        if items[i].inputs[0].layout.kind == "whole" or (i in local and reach is not None):
+            found[i] = -1
+        elif i not in local and reach is not None and (table := reach.table_of(items[i])) >= 0:
+            found[i] = table
+    return found
 
 
 def _digest(

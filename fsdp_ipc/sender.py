@@ -54,6 +54,9 @@ class WeightSender:
         num_slots: Slots; with two or more, a bucket is gathered while the worker loads the one before.
         timeouts: See `Timeouts`.
         rank_local_experts: Deliver experts to the worker on the same device only, where the layouts allow it.
+        peer_reads: With our plugin: workers read the shards of all ranks of their host where they lie (CUDA IPC over NVLink or
+            PCIe), wherever the workers find that they can, so that no rank gathers or stages those. Not with `verify`,
+            which needs full tensors; False gathers all.
         expert_placement: For the stock wire, whose workers do not tell which experts they hold: the placement that the
             server uses for its expert parallelism, trainer rank i being beside worker i. None delivers all experts to
             all workers there, and so does a server that balances experts, has redundant ones or contradicts.
@@ -91,6 +94,7 @@ class WeightSender:
         num_slots: int = 2,
         timeouts: Timeouts | None = None,
         rank_local_experts: bool = True,
+        peer_reads: bool = True,
         expert_placement: PlacementStrategy | None = None,
         keep_together: Sequence[Collection[str]] = (),
         verify: Verify = "off",
@@ -127,6 +131,7 @@ class WeightSender:
             "on_failure": on_failure,
             "expert_placement": expert_placement,
             "keep_together": [sorted(names) for names in keep_together],
+            "peer_reads": peer_reads,
             "verify": verify,
         }
         self._policy = FailurePolicy(on_failure, client, self._group)
@@ -190,6 +195,8 @@ class WeightSender:
                 key,
                 self._timeouts,
                 rank_local_experts=rank_local_experts,
+                # The trainer's digests are of full tensors, which nobody would have.
+                peer_reads=peer_reads and verify == "off",
                 publishes=dialect.weight_version,
                 verifier=None if verify == "off" else SentVerifier(verify, self._group, self._device, key),
             )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_ipc import handles
 from fsdp_ipc.cuda_ipc import expandable_segments_requested
@@ -21,9 +22,10 @@ from fsdp_ipc.gather import Gatherer
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import IpcHandle, SharedBuffer
 from fsdp_ipc.layout import LocalTensors, local_of
-from fsdp_ipc.metadata import StreamItem
+from fsdp_ipc.metadata import StreamItem, TensorSpec, chunk_rows
 from fsdp_ipc.plan import PlanLimits, TransferPlan, build_plan
 from fsdp_ipc.replicas import check_replicas
+from fsdp_ipc.rows import peer_bytes
 from fsdp_ipc.source import WeightSource, read
 from fsdp_ipc.staging import StagingBuffer
 from fsdp_ipc.union import place_tensors, unite
@@ -40,8 +42,9 @@ class Stage:
         device: Device of the staging memory.
         key: Device key of this rank (see `handles.device_key`).
         limits: What the wire and the settings ask of a plan.
-        export_parameters: Whether memory that needs no gather and no cast is exported as it is.
-        cast_on_arrival: Whether memory that needs no gather but a cast is exported, too, and the worker casts.
+        export_parameters: Whether memory of the model's own that needs no cast is exported as it is: what is whole on
+            every rank, and shards as far as the workers can read them where they lie.
+        cast_on_arrival: Whether memory that needs a cast is exported, too, and the worker casts.
         keep_together: Sets of checkpoint names that must lie in one bucket.
     """
 
@@ -59,13 +62,14 @@ class Stage:
     ) -> None:
         self._keep_together = tuple(frozenset(names) for names in keep_together)
         self._source, self._group, self._device, self._key, self._limits = source, group, device, key, limits
-        self._export_parameters = (
-            export_parameters and device.type == "cuda" and not expandable_segments_requested()
+        self._export_parameters = export_parameters and not (
+            device.type == "cuda" and expandable_segments_requested()
         )
         self._cast_on_arrival = cast_on_arrival
         self._own_items: tuple[StreamItem, ...] = ()
         self._items: tuple[StreamItem, ...] = ()
         self._wanted: HeldExperts | ExpertPlacement | None = None
+        self._reads: Sequence[Collection[int]] | None = None
         self._slots: StagingBuffer | None = None
         self._singles: list[SharedBuffer] = []
         self._resident_pointers: tuple[int, ...] = ()
@@ -78,7 +82,7 @@ class Stage:
         self.handles: list[IpcHandle] = []
         self.memory: list[torch.Tensor] = []
         self.epoch = 0
-        self.num_tensors = self.wire_bytes = self.resident_bytes = 0
+        self.num_tensors = self.wire_bytes = self.resident_bytes = self.peer_bytes = 0
 
     @property
     def plan(self) -> TransferPlan:
@@ -97,7 +101,12 @@ class Stage:
         """This rank's tensors of this sync, in the order that the gatherer wants."""
         return self._tensors
 
-    def refresh(self, wanted: HeldExperts | ExpertPlacement | None, agree: Sequence[object]) -> bool:
+    def refresh(
+        self,
+        wanted: HeldExperts | ExpertPlacement | None,
+        agree: Sequence[object],
+        reads: Sequence[Collection[int]] | None = None,
+    ) -> bool:
         """All ranks, collective: bring plan and memory up to date before a sync.
 
         1) (all ranks) read the source; 2) (all ranks) vote, and go on only if something changed anywhere;
@@ -107,6 +116,8 @@ class Stage:
             wanted: The experts that each worker holds, or how the server spreads them; None for delivery to all (see
                 `build_plan`).
             agree: What must be equal on all ranks to begin with (the version, the number of the sync).
+            reads: By group rank, the group ranks whose memory the worker beside it can read (see `build_plan`); the same
+                on every rank.
 
         Returns:
             Whether handles changed on any rank, so that they must be exchanged.
@@ -119,17 +130,19 @@ class Stage:
         items, tensors = self._own_items, self._tensors
         try:
             items, tensors = read(self._source)
-            changed = items is not self._own_items or wanted != self._wanted or self._plan is None
+            changed = items is not self._own_items or self._plan is None
+            changed = changed or wanted != self._wanted or reads != self._reads
             if not changed:
                 self._tensors = place_tensors(self._items, self._own_items, tensors)
                 moved = self._pointers() != self._resident_pointers
+                changed = moved and not all(map(_is_exportable, map(local_of, self._seen)))
         except Exception as caught:  # noqa: BLE001  the others must hear of it before anybody raises
             error = caught
         news = self._group.vote("metadata", error, same=agree, flag=changed or moved)
         if not news and self._limits.packed:
             return False
         if news and self._group.vote("metadata", flag=changed):
-            self._replan(items, tensors, wanted)
+            self._replan(items, tensors, wanted, reads)
         self._allocate()
         self.epoch += 1
         return True
@@ -154,17 +167,22 @@ class Stage:
         self._seen, self._locals = [], LocalTensors(())
         self._tensors, self.handles, self.memory = (), [], []
 
-    def _measure(self, plan: TransferPlan, items: Sequence[StreamItem]) -> tuple[int, int, int]:
-        """What a sync moves, counted once for a plan: tensors, bytes that a worker reads, resident bytes of them."""
-        rows = (*plan.rows, *plan.local_rows[self._group.rank])
-        resident = sum(items[i].inputs[0].nbytes for i in plan.resident)
-        return len(rows), sum(num_bytes(row.dtype, row.shape) for row in rows), resident
+    def _measure(self, plan: TransferPlan, items: Sequence[StreamItem]) -> None:
+        """What a sync moves, counted once for a plan."""
+        rank = self._group.rank
+        rows = (*plan.rows, *plan.local_rows[rank])
+        self.num_tensors = len(rows)
+        self.wire_bytes = sum(num_bytes(row.dtype, row.shape) for row in rows)
+        self.resident_bytes = sum(items[i].inputs[0].nbytes for i in plan.resident)
+        sizes = [num_bytes(row.held or row.dtype, row.shape) for row in rows]
+        self.peer_bytes = peer_bytes(rows, plan.holders, rank, sizes)
 
     def _replan(
         self,
         items: tuple[StreamItem, ...],
         tensors: Sequence[Held],
         wanted: HeldExperts | ExpertPlacement | None,
+        reads: Sequence[Collection[int]] | None,
     ) -> None:
         group = self._group
         with group.together("plan") as agreed:
@@ -178,24 +196,25 @@ class Stage:
                 group_ranks=group.ranks,
                 resident=resident,
                 wanted=readers,
+                reads=reads,
                 atomic=self._keep_together,
             )
             agreed.append(plan.digest)
-            counts = self._measure(plan, united)
+            self._measure(plan, united)
         self._tensors = tensors
-        self._own_items, self._items, self._wanted, self._plan = items, united, wanted, plan
+        self._own_items, self._items, self._plan = items, united, plan
+        self._wanted, self._reads = wanted, reads
         self._at = [united[i].index for i in plan.resident]
-        self.num_tensors, self.wire_bytes, self.resident_bytes = counts
 
     def _resident(self, items: Sequence[StreamItem], tensors: Sequence[Held]) -> frozenset[int]:
-        """Items whose memory every rank can export as it is: whole, contiguous, on the device, in a dtype that will do."""
+        """Items whose memory every rank can export as it is: contiguous, on the device, in a dtype that will do."""
         if not self._export_parameters:
             return frozenset()
         mine = {
             i
             for i, item in enumerate(items)
             if item.is_direct
-            and item.inputs[0].layout.kind == "whole"
+            and item.inputs[0].layout.kind in ("whole", "shard")
             and _exportable(tensors[item.index], item, self._device, cast=self._cast_on_arrival)
         }
         everybody = self._group.gather_objects(mine, "plan")
@@ -247,6 +266,10 @@ class Stage:
             )
 
 
+def _is_exportable(local: torch.Tensor) -> bool:
+    return local.is_contiguous() and handles.is_exportable(local)
+
+
 _CAST_ON_ARRIVAL = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 """Held and wire dtype: what the worker's kernel rounds as torch does."""
 
@@ -255,11 +278,21 @@ def _exportable(held: Held, item: StreamItem, device: torch.device, *, cast: boo
     if not isinstance(held, torch.Tensor):
         return False
     local = local_of(held)
+    spec = item.inputs[0]
     return (
         local.device == device
-        and local.dtype == item.inputs[0].dtype
+        and local.dtype == spec.dtype
         and (local.dtype == item.wire_dtype or (cast and (local.dtype, item.wire_dtype) in _CAST_ON_ARRIVAL))
-        and local.is_contiguous()
         and local.numel() > 0
-        and tuple(local.shape) == item.inputs[0].shape
+        and tuple(local.shape) == _held_shape(spec, held)
+        and _is_exportable(local)
     )
+
+
+def _held_shape(spec: TensorSpec, held: torch.Tensor) -> tuple[int, ...]:
+    """What this rank's piece looks like if it is a plain chunk of dim 0, or all of it."""
+    if spec.layout.kind != "shard" or not isinstance(held, DTensor):
+        return spec.shape
+    rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
+    first = held.device_mesh.get_local_rank(spec.layout.axis) * rows
+    return (max(0, min(rows, spec.shape[0] - first)), *spec.shape[1:])

@@ -16,7 +16,7 @@ from fsdp_ipc.digest import Digester, Run, spell
 from fsdp_ipc.digest_file import DigestFile, Region
 from fsdp_ipc.dtypes import dtype_from_name, num_bytes
 from fsdp_ipc.group import TrainerGroup
-from fsdp_ipc.plan import TensorRow
+from fsdp_ipc.rows import TensorRow
 from fsdp_ipc.stage import Stage
 
 __all__ = ["SAMPLE_SHARES", "SentVerifier", "Verify", "check_verify", "shares"]

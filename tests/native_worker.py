@@ -14,7 +14,9 @@ import torch
 from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.dtypes import dtype_name, view
 from fsdp_ipc.handles import OpenedBuffer, open_handle
-from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, Plan, check_bounds, parse_update
+from fsdp_ipc.vllm_plugin.endpoint import readable
+from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, parse_update
+from fsdp_ipc.vllm_plugin.payload_plan import Plan, TensorRow, check_bounds
 
 
 class NativeWorker:
@@ -26,6 +28,7 @@ class NativeWorker:
         fail_at: Bucket before which it raises, or None.
         experts: Expert map that it reports in its greeting.
         late: In unpacked mode, read only at finish.
+        peers: Reads other ranks' shards where they lie, as a worker does whose GPU reaches the others'.
     """
 
     def __init__(
@@ -36,7 +39,9 @@ class NativeWorker:
         fail_at: int | None = None,
         experts: dict[str, list[int]] | None = None,
         late: bool = False,
+        peers: bool = False,
     ) -> None:
+        self.peers = peers
         self.index, self.delay_s, self.fail_at, self.experts, self.late = (
             index,
             delay_s,
@@ -50,7 +55,7 @@ class NativeWorker:
         self._control: ControlBlock | None = None
         self._session: InitInfo | None = None
         self._plans: dict[str, Plan] = {}
-        self._buffers: list[OpenedBuffer] = []
+        self._buffers: dict[tuple[str, int], OpenedBuffer] = {}
         self._pending: dict[str, torch.Tensor] = {}
         self._released = False
 
@@ -60,7 +65,9 @@ class NativeWorker:
         endpoints = self._session.endpoints
         self._endpoint = endpoints[self.index % len(endpoints)]
         self._control = ControlBlock.open(self._endpoint.control)
-        self._control.write_report({"kind": "hello", "worker_index": self.index, "experts": self.experts})
+        reads, unread = readable(endpoints, torch.device("cpu")) if self.peers else ([], {})
+        hello = {"kind": "hello", "worker_index": self.index, "experts": self.experts}
+        self._control.write_report({**hello, "reads": reads, "unread": unread})
 
     def start(self) -> None:
         if self._session is None:
@@ -87,11 +94,16 @@ class NativeWorker:
             raise ValueError(f"unknown plan {info.plan_digest}")
         if info.allocations is not None:
             self._close_buffers()
-            handles = info.allocations[self._endpoint.device]
-            self._buffers = [open_handle(handle, torch.device("cpu")) for handle in handles]
+            for device, handles in info.allocations.items():
+                if device == self._endpoint.device or plan.holders:
+                    for number, handle in enumerate(handles):
+                        self._buffers[device, number] = open_handle(handle, torch.device("cpu"))
             self.num_opened += len(self._buffers)
         buckets = plan.buckets_for(self._endpoint.device)
-        check_bounds(buckets, [buffer.bytes.numel() for buffer in self._buffers])
+        sizes: dict[str, list[int]] = {}
+        for (device, _), buffer in self._buffers.items():
+            sizes.setdefault(device, []).append(buffer.bytes.numel())
+        check_bounds(buckets, sizes, self._endpoint.device)
         self._pending = {}
         for bucket, rows in enumerate(buckets):
             if self.fail_at == bucket:
@@ -100,13 +112,27 @@ class NativeWorker:
             control.wait_produced(info.sync, bucket + 1, 60.0)
             time.sleep(self.delay_s)
             for row in rows:
-                memory = self._buffers[row.allocation].bytes
-                seen = view(memory, row.offset, dtype_name(row.dtype), row.shape)
+                seen = self._seen(row)
                 self._pending[row.name] = seen if self.late and not plan.packed else seen.clone()
             if plan.packed and rows:
-                self.after_bucket([self._buffers[index].bytes for index in {row.allocation for row in rows}])
+                own = {row.allocation for row in rows if row.shards < 0}
+                self.after_bucket([self._buffers[self._endpoint.device, index].bytes for index in own])
             control.consume(info.sync, bucket + 1)
         self.sync, self._released = info.sync, not plan.packed
+
+    def _seen(self, row: TensorRow) -> torch.Tensor:
+        held = dtype_name(row.held)
+        if row.shards < 0:
+            seen = view(
+                self._buffers[self._endpoint.device, row.allocation].bytes, row.offset, held, row.shape
+            )
+        else:
+            parts = [
+                self._buffers[part.device, part.allocation].bytes[part.offset : part.offset + part.nbytes]
+                for part in row.parts
+            ]
+            seen = view(torch.cat(parts), 0, held, row.shape)
+        return seen if row.cast_from is None else seen.to(row.dtype)
 
     def before_bucket(self, bucket: int) -> None:
         """Called before a bucket is waited for."""
@@ -133,6 +159,6 @@ class NativeWorker:
     def _close_buffers(self) -> None:
         self.num_closed += len(self._buffers)
         self._pending = {}
-        for buffer in self._buffers:
+        for buffer in self._buffers.values():
             buffer.close()
-        self._buffers = []
+        self._buffers = {}

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_ipc.vllm_plugin.loader import LoadCounts
+from fsdp_ipc.vllm_plugin.loader import LoadCounts, NamedTensors
+from fsdp_ipc.vllm_plugin.scattered import Scattered
 
 Loader = Callable[..., None]
 
@@ -105,11 +106,12 @@ class PlainReload:
 
         return keep
 
-    def load(self, bucket: int, tensors: Sequence[tuple[str, torch.Tensor]], *, keep_alive: bool) -> None:
+    def load(self, bucket: int, tensors: NamedTensors, *, keep_alive: bool) -> None:
         del bucket
 
         def handed() -> Iterable[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors:
+            for name, sent in tensors:
+                tensor = sent.whole() if isinstance(sent, Scattered) else sent
                 given = tensor if keep_alive else tensor.clone()
                 if self.seen is not None:
                     self.seen(name, given)

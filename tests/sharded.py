@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_ipc.full import Held
 from fsdp_ipc.gather import Gatherer
 from fsdp_ipc.group import TrainerGroup
+from fsdp_ipc.handles import SharedBuffer, allocate
+from fsdp_ipc.layout import local_of
 from fsdp_ipc.metadata import StreamItem
-from fsdp_ipc.plan import PlanLimits, TensorRow, TransferPlan, build_plan
+from fsdp_ipc.plan import PlanLimits, TransferPlan, build_plan
+from fsdp_ipc.rows import TensorRow
 
 POISON = 0xFF
 
@@ -93,6 +97,22 @@ def change(module: nn.Module) -> None:
             local = getattr(parameter, "_local_tensor", parameter.data)
             if local.numel():
                 local.copy_(local.to(torch.float32).mul(-2).to(local.dtype))
+
+
+def into_shared_memory(module: nn.Module) -> list[SharedBuffer]:
+    """Put every parameter's own piece where another process can read it, as a GPU's memory can be; keep what comes back."""
+    buffers = []
+    for parameter in dict.fromkeys(module.parameters()):
+        local = local_of(parameter)
+        if local.numel():
+            buffers.append(allocate(local.nbytes, torch.device("cpu"), key="cpu:test:0"))
+            shared = buffers[-1].bytes.view(local.dtype).view(local.shape)
+            shared.copy_(local)
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = shared
+            else:
+                parameter.data = shared
+    return buffers
 
 
 class Transfer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from torch import nn
 
 from fsdp_ipc.vllm_plugin import copy_lesson, copy_replay
 from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
-from fsdp_ipc.vllm_plugin.loader import LoadCounts
+from fsdp_ipc.vllm_plugin.loader import LoadCounts, NamedTensors
+from fsdp_ipc.vllm_plugin.scattered import Scattered
 from tests.plain_reload import (
     Layer,
     Model,
@@ -34,10 +35,16 @@ Weights = dict[str, torch.Tensor]
 
 
 class Sender:
-    """The trainer's memory: every tensor at an odd place in one buffer a bucket, overwritten once consumed."""
+    """The trainer's memory: every tensor at an odd place in one buffer a bucket, overwritten once consumed.
 
-    def __init__(self, weights: Weights, *, num_buckets: int = 2, packed: bool = True) -> None:
+    With `ranks` a worker is shown each tensor as chunks of dim 0 that several ranks hold.
+    """
+
+    def __init__(
+        self, weights: Weights, *, num_buckets: int = 2, packed: bool = True, ranks: int = 1
+    ) -> None:
         self.packed = packed
+        self.ranks = ranks
         self.epoch = 0
         self.weights = weights
         self.num_buckets = num_buckets
@@ -59,13 +66,20 @@ class Sender:
                 at = (at + like.nbytes + 47) // 16 * 16
                 bucket.append((name, view))
             self.buckets.append(bucket)
+        shown = [[(n, self._shown(v)) for n, v in bucket] for bucket in self.buckets]
+        self.shown: Sequence[NamedTensors] = shown if self.ranks > 1 else self.buckets
+
+    def _shown(self, view: torch.Tensor) -> Scattered:
+        chunks = view.chunk(self.ranks) if view.dim() else (view,)
+        parts = tuple((chunk.view(-1), distance) for distance, chunk in enumerate(chunks))
+        return Scattered(tuple(view.shape), view.dtype, view.device, parts)
 
     def sync(self, loader: CopyPlanLoader, weights: Weights, *, digest: str = "names") -> LoadCounts:
         loader.start(f"{digest}:{self.epoch}")
         for k, bucket in enumerate(self.buckets):
             for name, view in bucket:
                 view.copy_(weights[name])
-            loader.load(k, bucket, keep_alive=not self.packed)
+            loader.load(k, self.shown[k], keep_alive=not self.packed)
             if self.packed:
                 for _, view in bucket:
                     view.view(torch.uint8).fill_(0xA5)
@@ -183,17 +197,18 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("ranks", [1, 3], ids=["whole", "chunks"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "__name__", "fused_transposed"))
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
-def test_replay_gives_what_the_reload_gives(case: Any, packed: bool, mode: Any) -> None:
+def test_replay_gives_what_the_reload_gives(case: Any, packed: bool, mode: Any, ranks: int) -> None:
     model, shapes = case()
     a, b = draw(shapes, 1), draw(shapes, 2)
     for weights in (a, b):
         first = next(iter(weights.values())).view(-1)
         # Casts of NaN differ in their payload between strided and contiguous kernels, so not where a cast is tested.
         first[0], first[1] = (1.0 if case in (cast, cast_in_loader) else float("nan")), -0.0
-    loader, sender = planned(model), Sender(a, packed=packed)
+    loader, sender = planned(model), Sender(a, packed=packed, ranks=ranks)
     with mode():
         counts = sender.sync(loader, a)
         assert counts.replayed_params == 0

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.dtypes import dtype_name, view
 from fsdp_ipc.handles import IpcHandle, SharedBuffer, allocate, device_key, open_handle
-from fsdp_ipc.vllm_plugin.endpoint import claim_endpoint
-from fsdp_ipc.vllm_plugin.payload import InitInfo, UpdateInfo, check_bounds, parse_update
+from fsdp_ipc.vllm_plugin.endpoint import claim_endpoint, readable
+from fsdp_ipc.vllm_plugin.payload import InitInfo, UpdateInfo, parse_update
+from fsdp_ipc.vllm_plugin.payload_plan import check_bounds
 
 CPU = torch.device("cpu")
 BYTES = 4096
@@ -45,7 +46,9 @@ class Target:
         self.key = device_key(CPU, 0)
         self.control = ControlBlock.create()
         self.buffers: list[SharedBuffer] = [allocate(BYTES, CPU, key=self.key) for _ in range(2)]
-        handles = [buffer.handle.to_json() for buffer in self.buffers]
+        self.peer = device_key(CPU, 1)
+        self.buffers.append(allocate(BYTES, CPU, key=self.peer))
+        *handles, theirs = [buffer.handle.to_json() for buffer in self.buffers]
         part = {**handles[1], "offset": 1024, "nbytes": 2048}
         session = "0123456789abcdef" * 2
         rows = [
@@ -54,15 +57,21 @@ class Target:
             ["b.weight", "float32", [16, 16], 1, 1, 0],
             ["empty", "int64", [0, 5], 1, 1, 0],
             ["scalar", "float64", [], 1, 2, 2040],
+            ["spread", "float32", [16, 4], 1, 0, 64, "", 0, 128],
+            ["spread.cast", "bfloat16", [16, 4], 1, 0, 0, "float32", 0, 128],
         ]
         local = {self.key: [["mine", "uint8", [7], 1, 2, 9]]}
-        plan = {"tensors": rows, "num_buckets": 2, "packed": True, "local": local}
+        holders = [{self.key: [self.key, self.peer, self.peer]}]
+        plan = {"tensors": rows, "num_buckets": 2, "packed": True, "local": local, "holders": holders}
         self.valid: dict[str, Any] = {
             "init": {
                 "protocol": 1,
                 "session": session,
                 "token": "secret",
-                "endpoints": [{"device": self.key, "control": self.control.name}],
+                "endpoints": [
+                    {"device": self.key, "control": self.control.name},
+                    {"device": self.peer, "control": self.control.name, "probe": theirs},
+                ],
                 "timeout_s": 1.5,
             },
             "update": {
@@ -70,7 +79,7 @@ class Target:
                 "sync": 1,
                 "plan": plan,
                 "plan_digest": "d" * 64,
-                "allocations": {self.key: [*handles, part]},
+                "allocations": {self.key: [*handles, part], self.peer: [theirs]},
                 "epoch": 1,
             },
         }
@@ -83,8 +92,10 @@ class Target:
     def take(self, which: str, payload: Any) -> int:
         """What a worker does with a payload; how many views it made."""
         if which == "init":
-            claim = claim_endpoint(InitInfo.from_json(payload).endpoints, CPU, 0)
+            endpoints = InitInfo.from_json(payload).endpoints
+            claim = claim_endpoint(endpoints, CPU, 0)
             try:
+                readable(endpoints, CPU)
                 ControlBlock.open(claim.endpoint.control).close()
             finally:
                 claim.close()
@@ -93,28 +104,34 @@ class Target:
         if not isinstance(info, UpdateInfo) or info.plan is None or info.allocations is None:
             return 0
         buckets = info.plan.buckets_for(self.key)
-        handles = info.allocations.get(self.key, ())
-        check_bounds(buckets, [handle.nbytes for handle in handles])
-        opened = []
+        sizes = {key: [handle.nbytes for handle in handles] for key, handles in info.allocations.items()}
+        opened = {}
         try:
-            for handle in handles:
-                opened.append(open_handle(handle, CPU))
-                assert opened[-1].bytes.numel() == handle.nbytes
-            check_bounds(buckets, [buffer.bytes.numel() for buffer in opened])
+            for device, number in sorted(check_bounds(buckets, sizes, self.key)):
+                handle = info.allocations[device][number]
+                opened[device, number] = open_handle(handle, CPU, peer=device != self.key)
+                assert opened[device, number].bytes.numel() == handle.nbytes
             return sum(self._look(row, opened) for rows in buckets for row in rows)
         finally:
-            for buffer in opened:
+            for buffer in opened.values():
                 buffer.close()
 
-    def _look(self, row: Any, opened: list[Any]) -> int:
-        memory = opened[row.allocation].bytes
-        seen = view(memory, row.offset, dtype_name(row.dtype), row.shape)
-        assert seen.nbytes == row.nbytes
-        assert seen.is_contiguous()
-        if seen.numel():
-            first, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
-            assert first <= seen.data_ptr() and seen.data_ptr() + seen.nbytes <= end
-            seen.view(-1).view(torch.uint8).sum()
+    def _look(self, row: Any, opened: dict[tuple[str, int], Any]) -> int:
+        places = [(self.key, row.allocation, row.offset, row.nbytes)]
+        if row.shards >= 0:
+            places = [(part.device, part.allocation, part.offset, part.nbytes) for part in row.parts]
+        assert sum(nbytes for *_, nbytes in places) == row.nbytes
+        for device, allocation, offset, nbytes in places:
+            memory = opened[device, allocation].bytes
+            held = dtype_name(row.held)
+            shape = row.shape if row.shards < 0 else (nbytes // row.held.itemsize,)
+            seen = view(memory, offset, held, shape)
+            assert seen.nbytes == nbytes
+            assert seen.is_contiguous()
+            if seen.numel():
+                first, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+                assert first <= seen.data_ptr() and seen.data_ptr() + seen.nbytes <= end
+                seen.view(-1).view(torch.uint8).sum()
         return 1
 
 
@@ -172,7 +189,7 @@ def _broken(valid: dict[str, Any], drawn: random.Random) -> Any:
 
 def test_what_is_well_formed_is_taken(target: Target) -> None:
     assert target.take("init", target.valid["init"]) == 0
-    assert target.take("update", json.loads(json.dumps(target.valid["update"]))) == 6
+    assert target.take("update", json.loads(json.dumps(target.valid["update"]))) == 8
 
 
 @given(seed=st.integers(0, 1 << 62))

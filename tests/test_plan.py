@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.experts import HALVES, unfuse
 from fsdp_ipc.group import TrainerGroup
@@ -22,6 +24,7 @@ from fsdp_ipc.metadata import WHOLE, Layout, StreamItem, TensorSpec
 from fsdp_ipc.pieces import SMALL_BYTES
 from fsdp_ipc.plan import DEFAULT_BUCKET_BYTES, PlanLimits, TransferPlan, build_plan
 from fsdp_ipc.recipe import Emit, ParamRecipe
+from fsdp_ipc.rows import peer_bytes
 from fsdp_ipc.source import DTensorSource
 from tests import bench_plan
 from tests.runner import run_ranks
@@ -306,10 +309,72 @@ def test_the_digest_sees_every_difference() -> None:
     digests = [
         build_plan(stream(*tensors, layout=layout), limits).digest for tensors, layout, limits in variants
     ]
-    digests.append(build_plan(stream(*base, layout=flat(2)), PlanLimits(), resident=[0]).digest)
+    both = stream(*base, layout=flat(2))
+    readable = build_plan(both, PlanLimits(), group_ranks=[0, 1], resident=[0], reads=[{0, 1}, {0, 1}])
+    digests.append(readable.digest)
+    assert not build_plan(stream(*base, layout=flat(2)), PlanLimits(), resident=[0]).resident
     digests.append(build_plan(stream(*base, layout=flat(2)), PlanLimits(), group_ranks=[0, 1]).digest)
     assert len(set(digests)) == len(digests)
     assert build_plan(stream(*base, layout=flat(2)), PlanLimits()).digest == digests[0]
+
+
+def test_shards_that_every_worker_can_read_stay_where_they_are() -> None:
+    items = stream(("even", (4, 6), torch.float32), ("uneven", (5, 6), torch.float32), layout=flat(2))
+    items += [replace(i, index=2) for i in stream(("few", (1, 6), torch.float32), layout=flat(2))]
+    near = [{0, 1}, {0, 1}]
+    plan = build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0, 1, 2], reads=near)
+    assert plan.resident == (0, 1)  # the second rank has nothing of the third
+    assert plan.holders == (((0, 1), (0, 1)),)
+    rows = {row.name: row for row in plan.rows}
+    assert (rows["even"].shards, rows["even"].chunk_bytes, rows["even"].allocation) == (0, 2 * 6 * 4, 1)
+    assert (rows["uneven"].shards, rows["uneven"].chunk_bytes, rows["uneven"].allocation) == (0, 3 * 6 * 4, 2)
+    assert (rows["few"].shards, rows["few"].allocation) == (-1, 0)
+    assert [peer_bytes(plan.rows, plan.holders, rank, [24, 96, 120]) for rank in (0, 1)] == [48 + 48, 48 + 72]
+    for reads in ([{0}, {0, 1}], [{0, 1}, {1}], None):
+        assert not build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0, 1], reads=reads).resident
+
+
+def test_of_several_replicas_a_worker_reads_its_own_or_one_that_it_can() -> None:
+    hsdp = Layout("shard", (0, 1, 2, 3), (2, 2), ("R", "S(0)"), axis=1)
+    items = stream(("a", (4, 6), torch.float32), layout=hsdp)
+    ranks, everybody = range(4), [set(range(4))] * 4
+    plan = build_plan(items, PlanLimits(), group_ranks=ranks, resident=[0], reads=everybody)
+    assert plan.holders == (((0, 1), (0, 1), (2, 3), (2, 3)),)
+    hosts = [{0, 1}, {0, 1}, {0, 1, 2}, {0, 1, 3}]
+    plan = build_plan(items, PlanLimits(), group_ranks=ranks, resident=[0], reads=hosts)
+    assert plan.holders == (((0, 1), (0, 1), (0, 1), (0, 1)),)
+    other = Layout("shard", (0, 1, 2, 3), (2, 2), ("S(0)", "R"), axis=0)
+    items = stream(("a", (4, 6), torch.float32), layout=other)
+    plan = build_plan(items, PlanLimits(), group_ranks=ranks, resident=[0], reads=everybody)
+    assert plan.holders == (((0, 2), (1, 3), (0, 2), (1, 3)),)
+
+
+def test_masters_in_float32_are_read_in_place_by_two_ranks_and_cast_before_they_travel_by_more() -> None:
+    for ranks, kept in ((2, (0,)), (4, ())):
+        spec = TensorSpec("w", (8, 4), torch.float32, torch.bfloat16, flat(ranks))
+        items = [StreamItem((spec,), ParamRecipe(("w",), (Emit("w", (8, 4)),)), 0)]
+        reads = [set(range(ranks))] * ranks
+        plan = build_plan(items, PlanLimits(), group_ranks=range(ranks), resident=[0], reads=reads)
+        assert plan.resident == kept
+        if kept:
+            assert (plan.rows[0].held, plan.rows[0].chunk_bytes) == ("float32", 4 * 4 * 4)
+
+
+def test_own_experts_are_read_in_place_without_any_peer() -> None:
+    name, shape = "layers.0.mlp.experts.gate_up_proj", (4, 8, 16)
+    spec = TensorSpec(name, shape, torch.bfloat16, torch.bfloat16, flat(2))
+    items = [StreamItem((spec,), unfuse(name, shape, HALVES), 0)]
+    wanted = HeldExperts([{"layers.0.mlp.experts": [0, 1]}, {"layers.0.mlp.experts": [2, 3]}])
+    plan = build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0], wanted=wanted, reads=[{0}, {1}])
+    assert plan.resident == (0,) and not plan.rows and not plan.holders
+    full = torch.arange(4 * 8 * 16).view(shape).to(torch.bfloat16)
+    for rank, rows in enumerate(plan.local_rows):
+        assert len(rows) == 4
+        own = full[2 * rank : 2 * rank + 2].contiguous().view(-1)
+        for row in rows:
+            expert, kind = int(row.name.split(".")[4]), row.name.split(".")[5]
+            found = own[row.offset // 2 :][: 4 * 16].view(row.shape)
+            assert torch.equal(found, full[expert, :4] if kind == "gate_proj" else full[expert, 4:])
 
 
 def _other_order(rank: int, world: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_ipc.vllm_plugin.coverage import Recorder, Target, Write, byte_spans, exact, span_bytes
-from fsdp_ipc.vllm_plugin.payload import TensorRow
+from fsdp_ipc.vllm_plugin.payload_plan import TensorRow
 from tests.tiny_models import write_checkpoint
 from tests.vllm_inprocess import InProcess, inprocess_vllm
 

@@ -13,17 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_ipc.handles import allocate
-from fsdp_ipc.vllm_plugin.payload import (
-    MAX_NAME,
-    AbortInfo,
-    InitInfo,
-    Plan,
-    TensorRow,
-    UpdateInfo,
-    check_bounds,
-    names_text,
-    parse_update,
-)
+from fsdp_ipc.vllm_plugin.json_fields import MAX_NAME, names_text
+from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, UpdateInfo, parse_update
+from fsdp_ipc.vllm_plugin.payload_plan import Plan, TensorRow, check_bounds
 
 SESSION = "0123456789abcdef" * 2
 
@@ -202,7 +194,7 @@ def test_bad_rows_name_the_tensor_and_the_column(column: int, value: object, wor
 @pytest.mark.parametrize(
     ("dtype", "held"),
     [("bfloat16", "bfloat16"), ("bfloat16", "uint8"), ("float32", "float32"), ("float8_e4m3fn", "float32")]
-    + [("bfloat16", odd) for odd in (7, None, "", "storage", ["float32"])],
+    + [("bfloat16", odd) for odd in (7, None, "storage", ["float32"])],
 )
 def test_only_floats_of_more_bits_are_cast_on_arrival(dtype: str, held: object) -> None:
     plan = _plan()
@@ -219,7 +211,7 @@ def test_what_is_cast_on_arrival_is_bounded_by_its_size_in_memory() -> None:
     (row, *_) = Plan.from_json(plan).tensors
     assert (row.nbytes, row.dtype, row.held) == (48, torch.bfloat16, torch.float32)
     with pytest.raises(ValueError, match="needs bytes"):
-        check_bounds([[row]], [row.offset + 47])
+        check_bounds([[row]], {"cpu:host:0": [row.offset + 47]}, "cpu:host:0")
 
 
 def test_names_must_be_unique_for_each_worker() -> None:
@@ -238,11 +230,65 @@ def test_a_worker_without_any_tensor_is_refused() -> None:
 
 def test_rows_must_lie_inside_their_allocation() -> None:
     rows = Plan.from_json(_plan()).buckets_for("cpu:host:0")
-    check_bounds(rows, [519, 0])
-    with pytest.raises(ValueError, match=r"'mine' needs bytes 512 to 519 of allocation 0, which has 518"):
-        check_bounds(rows, [518, 0])
-    with pytest.raises(ValueError, match=r"'empty' lies in allocation 1, but this worker was given 1"):
-        check_bounds(rows, [519])
+    own = "cpu:host:0"
+    assert check_bounds(rows, {own: [519, 0]}, own) == {(own, 0), (own, 1)}
+    with pytest.raises(ValueError, match=r"'mine' needs bytes 512 to 519 of allocation 0 .*, which has 518"):
+        check_bounds(rows, {own: [518, 0]}, own)
+    with pytest.raises(ValueError, match=r"'empty' lies in allocation 1 .*, but this worker was given 1"):
+        check_bounds(rows, {own: [519]}, own)
+    with pytest.raises(ValueError, match=r"allocation 0 .*, but this worker was given 0"):
+        check_bounds(rows, {"cpu:host:1": [519, 0]}, own)
+
+
+def _sharded_plan() -> dict[str, Any]:
+    """Ten rows of two elements in three chunks of four rows, of which one tensor lies across the first two."""
+    holders = {f"cpu:host:{n}": [f"cpu:host:{k}" for k in range(3)] for n in range(3)}
+    rows = [
+        ["across", "float32", [3, 2], 0, 1, 3 * 8, "", 0, 4 * 8],
+        ["last", "float32", [2, 2], 0, 1, 8 * 8, "", 0, 4 * 8],
+        ["none", "float32", [0, 2], 0, 1, 5 * 8, "", 0, 4 * 8],
+    ]
+    return {"tensors": rows, "num_buckets": 1, "packed": True, "holders": [holders]}
+
+
+def test_a_tensor_in_chunks_is_found_where_each_of_its_parts_lies() -> None:
+    (rows,) = Plan.from_json(_sharded_plan()).buckets_for("cpu:host:1")
+    parts = {row.name: [(p.device[-1], p.offset, p.nbytes, p.distance) for p in row.parts] for row in rows}
+    assert parts == {"across": [("0", 24, 8, 2), ("1", 0, 16, 0)], "last": [("2", 0, 16, 1)], "none": []}
+    sizes = {f"cpu:host:{n}": [1, 32 if n < 2 else 16] for n in range(3)}
+    assert check_bounds([rows], sizes, "cpu:host:1") == {(f"cpu:host:{n}", 1) for n in range(3)}
+    with pytest.raises(ValueError, match=r"'last' needs bytes 0 to 16 of allocation 1 of device cpu:host:2"):
+        check_bounds([rows], {**sizes, "cpu:host:2": [1, 15]}, "cpu:host:1")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda p: p["tensors"][0].__setitem__(7, 1), "shards: expected an integer from 0 to 0"),
+        (lambda p: p["tensors"][0].__setitem__(7, -1), "shards: expected an integer from 0 to 0"),
+        (lambda p: p["tensors"][0].__setitem__(8, 0), "chunk_bytes: expected an integer from 1"),
+        (lambda p: p["tensors"][0].__setitem__(8, 30), "30 is not a multiple of 4"),
+        (lambda p: p["tensors"][0].__setitem__(6, "int8"), "held: expected float32"),
+        (lambda p: p["tensors"][0].pop(), "perhaps the table"),
+        (lambda p: p.pop("holders"), "no table of holders"),
+        (lambda p: p.update(holders=[[]]), r"plan\.holders\[0\]: expected an object"),
+        (lambda p: p.update(holders=[{"cpu:host:0": "cpu:host:0"}]), "expected an array"),
+    ],
+)
+def test_chunks_that_make_no_sense_are_refused(change: Any, text: str) -> None:
+    plan = _sharded_plan()
+    change(plan)
+    with pytest.raises(ValueError, match=text):
+        Plan.from_json(plan)
+
+
+def test_a_worker_whose_chunks_are_not_told_or_too_few_is_refused() -> None:
+    plan = _sharded_plan()
+    with pytest.raises(ValueError, match="for device 'cpu:host:7' is not said"):
+        Plan.from_json(plan).buckets_for("cpu:host:7")
+    plan["holders"][0]["cpu:host:1"] = ["cpu:host:0", "cpu:host:1"]
+    with pytest.raises(ValueError, match="'last' needs bytes 64 to 80 of 2 chunks of 32"):
+        Plan.from_json(plan).buckets_for("cpu:host:1")
 
 
 def test_long_lists_of_names_are_cut() -> None:

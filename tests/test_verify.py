@@ -20,7 +20,7 @@ from fsdp_ipc.naming import naming_for
 from fsdp_ipc.verify import SAMPLE_SHARES, SentVerifier
 from fsdp_ipc.vllm_plugin.copy_layout import Layout
 from fsdp_ipc.vllm_plugin.copy_memory import Piece
-from fsdp_ipc.vllm_plugin.payload import TensorRow
+from fsdp_ipc.vllm_plugin.payload_plan import TensorRow
 from fsdp_ipc.vllm_plugin.verify import PART, LiveVerifier, VerificationError
 from tests.fake_server import FakeServer
 from tests.native_worker import NativeWorker

@@ -24,8 +24,9 @@ from torch import nn
 
 from fsdp_ipc.naming import KEEP_DTYPE, Patterns
 from fsdp_ipc.vllm_plugin.coverage import Recorder, Target
+from fsdp_ipc.vllm_plugin.json_fields import names_text
 from fsdp_ipc.vllm_plugin.loader import is_attention, layer_info, without_mtp_check
-from fsdp_ipc.vllm_plugin.payload import TensorRow, names_text
+from fsdp_ipc.vllm_plugin.payload_plan import TensorRow
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,9 @@ from torch import nn
 from fsdp_ipc.vllm_plugin.copy_kernel import batched_copy
 from fsdp_ipc.vllm_plugin.copy_layout import Layout
 from fsdp_ipc.vllm_plugin.copy_memory import Kernel, Piece
+from fsdp_ipc.vllm_plugin.copy_peers import beside, peer_copies
 from fsdp_ipc.vllm_plugin.loader import NamedTensors, is_attention
+from fsdp_ipc.vllm_plugin.scattered import Scattered
 
 __all__ = ["COMPANION", "CONSTANT", "CopyPlan", "attention_layers", "feeding", "kernels_of"]
 
@@ -190,37 +192,67 @@ class CopyPlan:
         return [module for module in model.modules() if module in chosen]
 
     def _bind_bucket(self, bucket: int, tensors: NamedTensors, casts: Mapping[str, torch.dtype]) -> _Bound:
-        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        groups: dict[Any, list[_Pair]] = {}
         rest = []
-        twice: list[Callable[[], object]] = []
+        local: list[Callable[[], object]] = []
+        remote: list[Callable[[], object]] = []
         for name, tensor in tensors:
             for live, piece in self._sources.get(name, ()):
-                into, out_of = piece.target.view_of(live.data), piece.source.view_of(tensor)
-                alike = piece.target.is_dense and _strides(piece.target) == _strides(piece.source)
-                if alike:
-                    into = into.as_strided((into.numel(),), (1,))
-                    out_of = out_of.as_strided((out_of.numel(),), (1,))
-                wire = casts.get(name, out_of.dtype)
-                if wire != out_of.dtype != into.dtype != wire:
+                pairs = _pairs(live, piece, tensor)
+                wire = casts.get(name, tensor.dtype)
+                if wire != tensor.dtype != live.dtype != wire or pairs is None:
                     # Into a third dtype, a copy would round once where the trainer's way rounds twice.
-                    twice.append(partial(_cast_twice, into, out_of, wire))
+                    local.append(
+                        partial(_copy_whole, piece.target.view_of(live.data), tensor, piece.source, wire)
+                    )
                     continue
-                # One odd pair would take the whole list off the fast path, so the kinds are kept apart.
-                pair = groups.setdefault((into.dtype, out_of.dtype, into.device, alike), ([], []))
-                pair[0].append(into)
-                pair[1].append(out_of)
+                for pair in pairs:
+                    # One odd pair would take the whole list off the fast path, so the kinds are kept apart.
+                    key = (live.dtype, tensor.dtype, live.device, pair.alike, pair.distance > 0)
+                    groups.setdefault(key, []).append(pair)
             if name not in self._sources and (
                 any(self.verdicts.get(m) is not None for m in self.headed.get(name, ()))
                 or name in self.strayed
             ):
                 rest.append((name, tensor))
-        copies = twice
-        for (_, _, _, alike), (targets, sources) in groups.items():
+        for (_, _, _, alike, far), group in groups.items():
+            # Every worker begins with the rank after its own, so that not all read from one at a time.
+            group.sort(key=lambda pair: pair.distance)
+            targets, sources = [pair.into for pair in group], [pair.out_of for pair in group]
+            if far and alike:
+                remote += peer_copies(targets, sources)
+                continue
             batched = batched_copy(targets, sources) if alike else None
-            copies.append(batched or partial(_copy_all, targets, sources))
+            (remote if far else local).append(batched or partial(_copy_all, targets, sources))
         if bucket == 0 and self._constants[0]:
-            copies.append(partial(_copy_all, *self._constants))
-        return _Bound(tensors, copies, rest)
+            local.append(partial(_copy_all, *self._constants))
+        device = next((key[2] for key in groups), torch.device("cpu"))
+        return _Bound(tensors, beside(remote, local, device), rest)
+
+
+@dataclass(eq=False)
+class _Pair:
+    """One copy: where to, where from, whether both are the same flat run of elements, and how far away the source is."""
+
+    into: torch.Tensor
+    out_of: torch.Tensor
+    alike: bool
+    distance: int
+
+
+def _pairs(live: torch.Tensor, piece: Piece, tensor: torch.Tensor | Scattered) -> list[_Pair] | None:
+    """A proven piece as copies out of an incoming tensor; None if it can't be cut where the tensor's parts end."""
+    source, target = piece.source, piece.target
+    if target.is_dense and _strides(target) == _strides(source):
+        source, target = (Layout(at.offset, (at.numel,), (1,)) for at in (source, target))
+    if isinstance(tensor, Scattered):
+        parts = tensor.split(source, target)
+        if parts is None:
+            return None
+    else:
+        parts = [(source.view_of(tensor), target, 0)]
+    alike = len(target.size) == 1 and target.stride == source.stride == (1,)
+    return [_Pair(there.view_of(live.data), view, alike, distance) for view, there, distance in parts]
 
 
 class _PartOfModel(nn.Module):
@@ -265,8 +297,11 @@ def _copy_all(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
     torch._foreach_copy_(into, out_of)
 
 
-def _cast_twice(into: torch.Tensor, out_of: torch.Tensor, wire: torch.dtype) -> None:
-    into.copy_(out_of.to(wire))
+def _copy_whole(
+    into: torch.Tensor, tensor: torch.Tensor | Scattered, source: Layout, wire: torch.dtype
+) -> None:
+    whole = tensor.whole() if isinstance(tensor, Scattered) else tensor
+    into.copy_(source.view_of(whole).to(wire))
 
 
 def _place(kept: _Kept) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from fsdp_ipc import shm
 from fsdp_ipc.handles import device_key, normalize_device_key
+from fsdp_ipc.peers import unreadable
 from fsdp_ipc.vllm_plugin.payload import Endpoint
 
 # struct flock: type, whence, start, length, pid. A lock of the open file, not of the process, so that two engines in
@@ -62,6 +63,24 @@ def claim_endpoint(endpoints: Sequence[Endpoint], device: torch.device, worker_i
         f"({sorted(endpoint.device for endpoint in candidates)}). Start one trainer rank for each vLLM worker; two "
         "servers on one GPU cannot be fed by one trainer rank."
     )
+
+
+def readable(endpoints: Sequence[Endpoint], device: torch.device) -> tuple[list[int], dict[int, str]]:
+    """The trainer ranks whose memory this worker can read, by their place in the group; and why not, for the others.
+
+    Only ranks that sent something to try with are tried.
+    """
+    reads, unread = [], {}
+    for index, endpoint in enumerate(endpoints):
+        if endpoint.probe is None:
+            continue
+        if not (shm.SHM_DIR / endpoint.control).exists():
+            unread[index] = "it is on another host, or does not share /dev/shm with this worker"
+        elif (why := unreadable(endpoint.probe, endpoint.control, device)) is not None:
+            unread[index] = why
+        else:
+            reads.append(index)
+    return reads, unread
 
 
 def _candidates(endpoints: Sequence[Endpoint], device: torch.device) -> list[Endpoint]:

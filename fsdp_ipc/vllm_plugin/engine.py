@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -25,17 +26,12 @@ from fsdp_ipc.handles import IpcHandle, OpenedBuffer, open_handle
 from fsdp_ipc.version import __version__
 from fsdp_ipc.vllm_plugin import completeness
 from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
-from fsdp_ipc.vllm_plugin.endpoint import Claim, claim_endpoint
+from fsdp_ipc.vllm_plugin.endpoint import Claim, claim_endpoint, readable
 from fsdp_ipc.vllm_plugin.experts import held_experts
-from fsdp_ipc.vllm_plugin.loader import LoadCounts, WeightLoader, half_open_layers, heal
-from fsdp_ipc.vllm_plugin.payload import (
-    AbortInfo,
-    InitInfo,
-    TensorRow,
-    UpdateInfo,
-    check_bounds,
-    parse_update,
-)
+from fsdp_ipc.vllm_plugin.loader import LoadCounts, NamedTensors, WeightLoader, half_open_layers, heal
+from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, UpdateInfo, parse_update
+from fsdp_ipc.vllm_plugin.payload_plan import TensorRow, check_bounds
+from fsdp_ipc.vllm_plugin.scattered import Scattered
 from fsdp_ipc.vllm_plugin.verify import LiveVerifier, VerifyCounts
 
 logger = logging.getLogger(__name__)
@@ -58,8 +54,10 @@ class _Session:
     timeout_s: float
     plans: dict[str, _KnownPlan] = field(default_factory=dict)
     epoch: int | None = None
-    handles: tuple[IpcHandle, ...] = ()
-    buffers: list[OpenedBuffer] = field(default_factory=list)
+    handles: Mapping[str, tuple[IpcHandle, ...]] = field(default_factory=dict)
+    """By device key, the allocations of the trainer rank there."""
+    buffers: dict[tuple[str, int], OpenedBuffer] = field(default_factory=dict)
+    """Those that are open, by device key and number."""
     last_sync: int = 0
 
     @property
@@ -70,8 +68,8 @@ class _Session:
     def close_buffers(self) -> None:
         for plan in self.plans.values():
             plan.views = None
-        buffers, self.buffers, self.handles, self.epoch = self.buffers, [], (), None
-        for buffer in buffers:
+        buffers, self.buffers, self.handles, self.epoch = self.buffers, {}, {}, None
+        for buffer in buffers.values():
             buffer.close()
 
 
@@ -83,7 +81,7 @@ class _KnownPlan:
     packed: bool
     casts: dict[str, torch.dtype]
     examined: bool = False
-    views: list[list[tuple[str, torch.Tensor]]] | None = None
+    views: list[NamedTensors] | None = None
 
 
 @dataclass
@@ -151,9 +149,12 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         self._session = _Session(
             session=init_info.session, claim=claim, control=control, timeout_s=init_info.timeout_s
         )
+        reads, unread = readable(init_info.endpoints, self.device)
         control.write_report(
             {
                 "kind": "hello",
+                "reads": reads,
+                "unread": unread,
                 "worker_index": self.worker_index,
                 "pid": os.getpid(),
                 "vllm": vllm_version,
@@ -322,9 +323,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             session.plans.pop(next(iter(session.plans)))
         return known
 
-    def _views(
-        self, session: _Session, info: UpdateInfo, plan: _KnownPlan
-    ) -> list[list[tuple[str, torch.Tensor]]]:
+    def _views(self, session: _Session, info: UpdateInfo, plan: _KnownPlan) -> list[NamedTensors]:
         if info.allocations is None:
             if session.epoch != info.epoch:
                 raise ValueError(
@@ -332,18 +331,31 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
                     "send them along."
                 )
         else:
-            handles = _handles_for(info.allocations, session.device, self.device.type)
-            check_bounds(plan.buckets, [handle.nbytes for handle in handles])
+            handles = info.allocations
+            _check_handles(handles, session.device, self.device.type)
+            _check_bounds(plan, handles, session.device)
             # The sender repeats them with each new plan. An export may be opened and released once only.
             if (info.epoch, handles) != (session.epoch, session.handles):
                 session.close_buffers()
-                for handle in handles:
-                    session.buffers.append(open_handle(handle, self.device))
                 session.epoch, session.handles = info.epoch, handles
         if plan.views is None:
-            check_bounds(plan.buckets, [buffer.bytes.numel() for buffer in session.buffers])
-            plan.views = [[(row.name, _view(row, session.buffers)) for row in rows] for rows in plan.buckets]
+            used = _check_bounds(plan, session.handles, session.device)
+            for device, number in sorted(used - session.buffers.keys()):
+                handle = session.handles[device][number]
+                peer = device != session.device
+                session.buffers[device, number] = open_handle(handle, self.device, peer=peer)
+            plan.views = [[(row.name, self._view(row, session)) for row in rows] for rows in plan.buckets]
         return plan.views
+
+    def _view(self, row: TensorRow, session: _Session) -> torch.Tensor | Scattered:
+        if row.shards < 0:
+            memory = session.buffers[session.device, row.allocation].bytes
+            return memory[row.offset : row.offset + row.nbytes].view(row.held).view(row.shape)
+        parts = []
+        for part in row.parts:
+            memory = session.buffers[part.device, part.allocation].bytes
+            parts.append((memory[part.offset : part.offset + part.nbytes].view(row.held), part.distance))
+        return Scattered(row.shape, row.held, self.device, tuple(parts))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -392,23 +404,22 @@ def _check_token(token: str | None) -> None:
         )
 
 
-def _handles_for(
-    allocations: Mapping[str, tuple[IpcHandle, ...]], device: str, device_type: str
-) -> tuple[IpcHandle, ...]:
-    handles = allocations.get(device)
-    if handles is None:
+def _check_handles(allocations: Mapping[str, tuple[IpcHandle, ...]], device: str, device_type: str) -> None:
+    if device not in allocations:
         raise ValueError(f"fsdp_ipc: no allocation for device {device}. Sent for: {sorted(allocations)}.")
     wanted = "cuda" if device_type == "cuda" else "shm"
-    for handle in handles:
+    for handle in chain.from_iterable(allocations.values()):
         if handle.kind != wanted:
             raise ValueError(
                 f"fsdp_ipc: this worker runs on {device_type} and needs {wanted!r} handles, got {handle.kind!r}."
             )
-    return handles
 
 
-def _view(row: TensorRow, buffers: list[OpenedBuffer]) -> torch.Tensor:
-    return buffers[row.allocation].bytes[row.offset : row.offset + row.nbytes].view(row.held).view(row.shape)
+def _check_bounds(
+    plan: _KnownPlan, allocations: Mapping[str, tuple[IpcHandle, ...]], device: str
+) -> set[tuple[str, int]]:
+    sizes = {key: [handle.nbytes for handle in handles] for key, handles in allocations.items()}
+    return check_bounds(plan.buckets, sizes, device)
 
 
 def _sync_report(update: _Update, counts: LoadCounts, verified: VerifyCounts | None) -> dict[str, Any]:

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from fsdp_ipc.vllm_plugin.cpu_reload import CpuReload
-from fsdp_ipc.vllm_plugin.payload import names_text
+from fsdp_ipc.vllm_plugin.json_fields import names_text
+from fsdp_ipc.vllm_plugin.scattered import Scattered
 
 logger = logging.getLogger(__name__)
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+NamedTensors = Sequence[tuple[str, torch.Tensor | Scattered]]
 
 
 class IncompleteUpdateError(RuntimeError):
@@ -128,11 +129,12 @@ class LayerwiseLoader:
             load_weights(self._handed_over(tensors, keep_alive))
 
     def _handed_over(self, tensors: NamedTensors, keep_alive: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
+        for name, sent in tensors:
+            tensor = sent.whole() if isinstance(sent, Scattered) else sent
             if name in self.casts:
                 handed = tensor.to(self.casts[name])
             else:
-                handed = tensor if keep_alive else tensor.clone()
+                handed = tensor if keep_alive or tensor is not sent else tensor.clone()
             if self._on_incoming is not None:
                 self._on_incoming(name, handed)
             yield name, handed

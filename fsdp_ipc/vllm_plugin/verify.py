@@ -21,7 +21,7 @@ from fsdp_ipc.digest_file import DigestFile, Region
 from fsdp_ipc.verify import shares
 from fsdp_ipc.vllm_plugin.copy_layout import Layout, covers
 from fsdp_ipc.vllm_plugin.copy_memory import Piece
-from fsdp_ipc.vllm_plugin.payload import TensorRow
+from fsdp_ipc.vllm_plugin.payload_plan import TensorRow
 
 __all__ = ["LiveVerifier", "VerificationError", "VerifyCounts"]
 

@@ -5,7 +5,8 @@ The order of one sync:
 1) (all ranks) bring plan and memory up to date (`stage`); exchange handles if any changed; from the second sync on
    (sender) posts start meanwhile;
 2) (sender) posts start, if it has not, and update from a thread; the workers wait at their control blocks;
-3) (all ranks) for each bucket: wait for its slot, load, vote, gather, announce it to the worker;
+3) (all ranks) for each bucket: wait for its slot, load, vote, gather, announce it to the worker. Shards that the workers
+   read where they lie come with the first bucket, when every rank's device has finished what was queued before;
 4) (sender) the update request returns when every worker has loaded everything; vote;
 5) (sender) finish, which publishes the version; vote. Only now may anything be overwritten or freed.
 """
@@ -23,12 +24,15 @@ from typing import Any
 
 import torch
 
+from fsdp_ipc import handles
 from fsdp_ipc.clients.base import WeightSyncClient, refuse_asleep
 from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
-from fsdp_ipc.plan import TensorRow
+from fsdp_ipc.handles import IpcHandle, SharedBuffer
+from fsdp_ipc.peers import PROBE_BYTES, probe_bytes
+from fsdp_ipc.rows import TensorRow
 from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.verify import SentVerifier
@@ -60,6 +64,7 @@ class NativeDelivery:
         key: Device key of this rank.
         timeouts: See `Timeouts`.
         rank_local_experts: Deliver experts rank-locally where the layouts on both sides allow it.
+        peer_reads: Let workers read the shards of other ranks where they lie, if every worker can.
         publishes: The server's release publishes a weight version (vLLM 0.27 and later).
         verifier: Digests what is sent, for the workers to compare with what they hold.
     """
@@ -76,12 +81,17 @@ class NativeDelivery:
         timeouts: Timeouts,
         *,
         rank_local_experts: bool = True,
+        peer_reads: bool = True,
         publishes: bool = True,
         verifier: SentVerifier | None = None,
     ) -> None:
         self._verifier = verifier
-        self._stage, self._client, self._group, self._key = stage, client, group, key
+        self._stage, self._client, self._group = stage, client, group
+        self._device, self._key = device, key
         self._timeouts, self._rank_local_experts = timeouts, rank_local_experts
+        self._peer_reads = peer_reads and group.size > 1
+        self._probe: SharedBuffer | None = None
+        self._reads: list[frozenset[int]] = [frozenset([rank]) for rank in range(group.size)]
         self._control: ControlBlock | None = None
         self._session = ""
         self._connected = False
@@ -106,8 +116,10 @@ class NativeDelivery:
             if self._control is not None:
                 self._control.close()
             self._control = ControlBlock.create()
-        assert self._control is not None
-        endpoints = group.gather_objects({"device": self._key, "control": self._control.name}, "connect")
+            endpoint: dict[str, Any] = {"device": self._key, "control": self._control.name}
+            if self._peer_reads:
+                endpoint["probe"] = self._make_probe(self._control.name).to_json()
+        endpoints = group.gather_objects(endpoint, "connect")
         session = group.broadcast_object(secrets.token_hex(16) if group.is_sender else None, "connect")
         with group.together("connect"):
             _check_devices([e["device"] for e in endpoints], group)
@@ -122,11 +134,21 @@ class NativeDelivery:
                         "timeout_s": self._timeouts.request_s,
                     }
                 )
-        self._experts = self._meet_workers(self._control)
+        assert self._control is not None
+        self._meet_workers(self._control)
         self._session, self._connected, self._known_plan = session, True, ""
 
-    def _meet_workers(self, control: ControlBlock) -> list[dict[str, list[int]] | None]:
-        """All ranks, collective: which ranks a worker reads from, and the experts that each worker says it holds.
+    def _make_probe(self, name: str) -> IpcHandle:
+        """Memory by which each worker sees whether it can read this rank's."""
+        if self._probe is None:
+            self._probe = handles.allocate(PROBE_BYTES, self._device, key=self._key)
+        self._probe.bytes.copy_(probe_bytes(name))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._probe.handle
+
+    def _meet_workers(self, control: ControlBlock) -> None:
+        """All ranks, collective: which ranks each worker can read from, and the experts that it says it holds.
 
         There may be fewer workers than ranks: memory that nobody reads is written again without waiting.
         """
@@ -145,7 +167,16 @@ class NativeDelivery:
         if alone and group.is_sender:
             logger.warning("no vLLM worker reads from trainer ranks %s", alone)
         # A rank that nobody reads from is asked for no experts, which does not hinder the others.
-        return [{} if greeting is None else greeting.get("experts") for greeting in greetings]
+        self._experts = [{} if greeting is None else greeting.get("experts") for greeting in greetings]
+        everybody = range(group.size)
+        self._reads = [
+            frozenset([rank, *(everybody if greeting is None else greeting.get("reads", ()))])
+            for rank, greeting in enumerate(greetings)
+        ]
+        if self._peer_reads and group.is_sender:
+            for rank, greeting in enumerate(greetings):
+                for peer, why in (greeting or {}).get("unread", {}).items():
+                    logger.info("the worker of rank %d can't read rank %s's memory: %s", rank, peer, why)
 
     def deliver(self, version: str | None, sync: int, timer: StageTimer) -> dict[str, Any] | None:
         """All ranks, collective: one sync. See the module's text.
@@ -159,7 +190,8 @@ class NativeDelivery:
             # Where the last sync went well, the server opens this one while the ranks look over their weights.
             started = self._start() if self._known_plan else None
             try:
-                changed = stage.refresh(self._wanted(), agree=(f"version {version!r}", f"sync {sync}"))
+                agree = (f"version {version!r}", f"sync {sync}")
+                changed = stage.refresh(self._wanted(), agree, self._reads)
                 if changed:
                     gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
                     keys = group.gather_objects(self._key, "handles")
@@ -215,6 +247,9 @@ class NativeDelivery:
             self._control = None
         if self._verifier is not None:
             self._verifier.close()
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
         self._connected = False
 
     def _wanted(self) -> HeldExperts | None:
@@ -287,6 +322,9 @@ class NativeDelivery:
                     group.vote("start", outcome(started, self._timeouts.transfer_s))
                 heard = True
             with group.together("gather"):
+                if bucket == 0 and plan.holders and current is not None:
+                    # Workers read other ranks' shards as soon as their own rank announces the bucket.
+                    current.synchronize()
                 if bucket >= slots:
                     with timer.stage("wait", bucket):
                         self._wait_for_slot(sync, bucket - slots + 1, updated)
@@ -385,11 +423,15 @@ def _plan_json(stage: Stage, keys: Sequence[str]) -> dict[str, Any]:
         "local": {
             key: [_row_json(r) for r in rows] for key, rows in zip(keys, plan.local_rows, strict=True) if rows
         },
+        "holders": [
+            {reader: [keys[rank] for rank in ranks] for reader, ranks in zip(keys, table, strict=True)}
+            for table in plan.holders
+        ],
     }
 
 
 def _row_json(row: TensorRow) -> list[Any]:
-    return list(row) if row.held else list(row[:-1])
+    return list(row) if row.shards >= 0 else list(row[:7]) if row.held else list(row[:6])
 
 
 def _check_devices(keys: Sequence[str], group: TrainerGroup) -> None:

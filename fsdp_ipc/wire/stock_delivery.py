@@ -25,7 +25,7 @@ from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import stock_rebuild_args
 from fsdp_ipc.metadata import ParamMeta
-from fsdp_ipc.plan import TensorRow
+from fsdp_ipc.rows import TensorRow
 from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly

@@ -17,7 +17,7 @@ from fsdp_ipc.digest import CHUNK_WORDS, Digester, Run, digest_of, word_factor
 from fsdp_ipc.digest_file import DigestFile, Region
 from fsdp_ipc.vllm_plugin.copy_layout import Layout
 from fsdp_ipc.vllm_plugin.copy_memory import Piece
-from fsdp_ipc.vllm_plugin.payload import TensorRow
+from fsdp_ipc.vllm_plugin.payload_plan import TensorRow
 from fsdp_ipc.vllm_plugin.verify import LiveVerifier, VerificationError, VerifyCounts
 
 _U64 = (1 << 64) - 1

@@ -1,0 +1,181 @@
+"""How a plan tells workers where each checkpoint tensor lies: pure, for `plan`.
+
+Most tensors lie in one piece in the memory of the trainer rank beside the worker. Shards that no rank has to gather are
+told as what they are: the tensor, counted from its first byte as if it lay in one piece, and who holds which chunk of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from fsdp_ipc.delivery import LocalDelivery
+from fsdp_ipc.dtypes import dtype_name
+from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
+from fsdp_ipc.recipe import Emit
+
+_MOST_CHUNKS_TO_CAST = 2
+"""Chunks up to which a shard in float32 is read where it lies: twice the bytes travel, which more ranks pay for more often."""
+
+Holders = tuple[tuple[int, ...], ...]
+"""By the group rank beside a worker, the group ranks from which it reads chunk 0, 1, ..."""
+
+
+class TensorRow(NamedTuple):
+    """One checkpoint tensor as a worker finds it: bytes `[offset, offset + nbytes)` of an allocation.
+
+    Memory of the trainer's own may be of another dtype than the tensor that is meant: `held` then names it, and the
+    worker casts to `dtype`, as the trainer would have, while it copies.
+
+    Where `shards` is not -1 the bytes are those of the whole training tensor, of which every rank's allocation of that
+    number holds one chunk of `chunk_bytes` (the last may be shorter); `TransferPlan.holders[shards]` says which.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    allocation: int
+    offset: int
+    held: str = ""
+    shards: int = -1
+    chunk_bytes: int = 0
+
+
+class Reach:
+    """Which shards each worker can read where they lie.
+
+    Args:
+        group_ranks: Global ranks of the trainer group, in group order.
+        reads: By group rank, the group ranks whose memory the worker beside it can read.
+
+    Attributes:
+        tables: The holders of the chunks of every layout that was asked for, by the number that rows name.
+    """
+
+    def __init__(self, group_ranks: Sequence[int], reads: Sequence[Collection[int]]) -> None:
+        self._ranks = {rank: index for index, rank in enumerate(group_ranks)}
+        self._reads = [frozenset(ranks) for ranks in reads]
+        self._numbers: dict[int, tuple[Layout, int]] = {}
+        self.tables: list[Holders] = []
+
+    def table_of(self, item: StreamItem) -> int:
+        """The number of the table that says from where each worker reads each chunk; -1 if one can't, or should not."""
+        spec = item.inputs[0]
+        chunks = spec.layout.num_shards
+        if spec.layout.kind != "shard" or not item.is_direct:
+            return -1
+        if (chunks - 1) * chunk_rows(spec.shape[0], chunks) >= spec.shape[0]:
+            return -1  # the last ranks hold nothing that could be exported
+        if spec.dtype != spec.wire_dtype and chunks > _MOST_CHUNKS_TO_CAST:
+            return -1
+        if id(spec.layout) not in self._numbers:
+            table = self._table(spec.layout)
+            self._numbers[id(spec.layout)] = spec.layout, -1 if table is None else len(self.tables)
+            self.tables += [table] if table is not None else []
+        return self._numbers[id(spec.layout)][1]
+
+    def _table(self, layout: Layout) -> Holders | None:
+        ranks = [self._ranks[rank] for rank in layout.ranks]
+        places = {rank: index for index, rank in enumerate(ranks)}
+        after = 1
+        for size in layout.mesh_shape[layout.axis + 1 :]:
+            after *= size
+        chunks = layout.mesh_shape[layout.axis]
+        firsts = [i for i in range(len(ranks)) if i // after % chunks == 0]
+        table = []
+        for reader, reads in enumerate(self._reads):
+            own = places.get(reader, 0)
+            # Any replica of a shard will do; the reader's own comes first, so that replicas share the reading.
+            for first in chain((own - own // after % chunks * after,), firsts):
+                held = tuple([ranks[first + chunk * after] for chunk in range(chunks)])
+                if reads.issuperset(held):
+                    table.append(held)
+                    break
+            else:
+                return None
+        return tuple(table)
+
+
+def whole_rows(
+    item: StreamItem,
+    emits: Sequence[Emit],
+    offsets: Sequence[int],
+    bucket: int,
+    allocation: int,
+    *,
+    exported: bool,
+    shards: int = -1,
+) -> Iterator[TensorRow]:
+    """Rows of tensors that every worker reads.
+
+    Args:
+        item: What they are made of.
+        emits: The tensors.
+        offsets: First byte of each, in wire dtype.
+        bucket: With which they are complete.
+        allocation: In which they lie.
+        exported: It is memory of the trainer's own, in the dtype that it holds.
+        shards: Number of the table of its chunks; -1 if each rank holds all of it.
+    """
+    dtype, (held, scale) = dtype_name(item.wire_dtype), _held(item) if exported else ("", 1)
+    spec = item.inputs[0]
+    chunk = chunk_rows(spec.shape[0], spec.layout.num_shards) * spec.row_bytes * scale if shards >= 0 else 0
+    for emit, offset in zip(emits, offsets, strict=True):
+        yield TensorRow(emit.name, dtype, emit.shape, bucket, allocation, offset * scale, held, shards, chunk)
+
+
+def local_rows(
+    item: StreamItem,
+    delivery: LocalDelivery,
+    bucket: int,
+    allocation: int,
+    offset: int,
+    rows: tuple[int, int] | None,
+    *,
+    exported: bool,
+) -> Iterator[tuple[int, TensorRow]]:
+    """Rows of tensors that lie in each rank's own piece, each with the group rank whose worker reads it.
+
+    Args:
+        item: What they are made of.
+        delivery: Who reads which.
+        bucket: With which they are complete.
+        allocation: In which the piece lies.
+        offset: First byte of the piece.
+        rows: Range of rows of every rank's chunk that lies there; None for all of it.
+        exported: It is memory of the trainer's own, in the dtype that it holds.
+    """
+    spec = item.inputs[0]
+    dtype, (held, scale) = dtype_name(item.wire_dtype), _held(item) if exported else ("", 1)
+    size = chunk_rows(spec.shape[0], spec.layout.num_shards) if spec.layout.kind == "shard" else 0
+    for emit, readers, chunk in zip(item.recipe.emits, delivery.readers, delivery.chunks, strict=True):
+        skipped = chunk * size
+        if rows is not None:
+            if not rows[0] <= emit.rows(spec.shape)[0] - skipped < rows[1]:
+                continue
+            skipped += rows[0]
+        at = offset + (emit.start * item.wire_dtype.itemsize - skipped * spec.row_bytes) * scale
+        for rank in readers:
+            yield rank, TensorRow(emit.name, dtype, emit.shape, bucket, allocation, at, held)
+
+
+def peer_bytes(
+    rows: Sequence[TensorRow], holders: Sequence[Holders], rank: int, nbytes: Sequence[int]
+) -> int:
+    """Bytes that the worker beside a group rank reads from other ranks' memory, for rows of so many bytes in memory."""
+    total = 0
+    for row, size in zip(rows, nbytes, strict=True):
+        if row.shards >= 0:
+            for chunk, holder in enumerate(holders[row.shards][rank]):
+                first, end = chunk * row.chunk_bytes, (chunk + 1) * row.chunk_bytes
+                if holder != rank:
+                    total += max(0, min(end, row.offset + size) - max(first, row.offset))
+    return total
+
+
+def _held(item: StreamItem) -> tuple[str, int]:
+    """Dtype in memory, where it is not the wire's, and how many times as wide its elements are."""
+    held, wire = item.inputs[0].dtype, item.wire_dtype
+    return ("", 1) if held == wire else (dtype_name(held), held.itemsize // wire.itemsize)
