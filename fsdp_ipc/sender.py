@@ -280,6 +280,7 @@ class WeightSender:
             num_tensors=self._stage.num_tensors,
             num_buckets=plan.num_buckets,
             resident_bytes=self._stage.resident_bytes,
+            peer_bytes=self._stage.peer_bytes,
             seconds=timer.seconds(),
             stage_s=timer.stage_s,
             worker=worker,

@@ -21,6 +21,7 @@ class TransferStats:
         num_tensors: Checkpoint tensors sent.
         num_buckets: Buckets they were gathered in.
         resident_bytes: Of `bytes`, those read from the trainer's own memory without a copy.
+        peer_bytes: Bytes that the worker on this rank's device read out of other ranks' memory.
         seconds: The whole of `send`.
         stage_s: Seconds by stage. They overlap in part: `request` runs while `gather` does.
         worker: What the worker on this rank's device reported, where it reports.
@@ -35,6 +36,7 @@ class TransferStats:
     num_tensors: int
     num_buckets: int
     resident_bytes: int
+    peer_bytes: int
     seconds: float
     stage_s: dict[str, float] = field(default_factory=dict)
     worker: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes.bench_config import BenchConfig
 from recipes.bench_report import Log, chrome_trace, spread, timeline_png
-from recipes.floors import copy_floor, foreach_floor, gather_floor, synchronize
+from recipes.floors import copy_floor, floors_text, foreach_floor, gather_floor, synchronize
 from recipes.probe import WorkerProbe
 from recipes.ranks import on_rank0
 from recipes.shapes import build, checkpoint_tensors, negate
@@ -109,7 +109,7 @@ class Bench:
             "all_gather": gather_floor(nbytes, self._device, None),
         }
         self.log.write("floors", case=case, bytes=nbytes, **floors)
-        self.log.say(f"{case}: {nbytes / 1e9:.2f} GB on the wire; floors: {_floors_text(floors)}")
+        self.log.say(f"{case}: {nbytes / 1e9:.2f} GB on the wire; floors: {floors_text(floors)}")
         expected = self._expected(model, experts)
         negated = self._negated(model, experts)
         good, reported = True, []
@@ -321,13 +321,18 @@ class Bench:
             worker_extra=run.worker_extra,
             allocations=run.allocations,
             received_from_ranks=run.traffic,
+            read_from_ranks=timed[-1].get("peer_bytes", 0),
             versus=stock.name if stock is not None else None,
             speed_up=median(stock.seconds) / seconds["median"] if stock is not None else None,
             verdict=run.verdict.text(),
         )
         # Only collectives that this package starts are counted.
         if dist.get_world_size() > 1 and not run.name.startswith(("vllm", "file")):
-            self.log.say(f"  {run.name}: {run.traffic / 1e6:,.3f} MB a push came from other ranks")
+            read = timed[-1].get("peer_bytes", 0)
+            self.log.say(
+                f"  {run.name}: {run.traffic / 1e6:,.3f} MB a push came from other ranks by collectives, "
+                f"{read / 1e6:,.3f} MB were read by the worker where they lie"
+            )
         if run.name == "ours" and dist.get_rank() == 0 and run.variant is not None:
             stem = case.replace(" ", "-")
             spans = run.variant.spans()
@@ -388,12 +393,6 @@ def _machine(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return found
-
-
-def _floors_text(floors: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {floor['seconds'] * 1e3:.1f} ms" for name, floor in floors.items() if floor is not None
-    )
 
 
 def _growth(early: dict[str, Any], late: dict[str, Any]) -> dict[str, int]:

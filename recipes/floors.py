@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -83,6 +83,11 @@ def gather_floor(nbytes: int, device: torch.device, group: Any, repeat: int = 5)
     times = _times(gather, device, repeat, before=lambda: dist.barrier(group))
     seconds = median(times) * nbytes / (count * bucket)
     return {"seconds": seconds, "bytes_per_s": nbytes * (ranks - 1) / ranks / seconds}
+
+
+def floors_text(floors: Mapping[str, dict[str, float] | None]) -> str:
+    """The floors that were measured, for people."""
+    return ", ".join(f"{name} {f['seconds'] * 1e3:.1f} ms" for name, f in floors.items() if f is not None)
 
 
 def synchronize(device: torch.device) -> None:

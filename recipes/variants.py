@@ -32,12 +32,14 @@ VARIANTS = (
     "ours",
     "ours_unpacked",
     "ours_everywhere",
+    "ours_gathered",
     "ours_sampled",
     "ours_verified",
     "file",
 )
 """vLLM's own trainer function; our sender over the stock wire; our sender with our plugin (packed,
-unpacked, every expert to every worker, `verify="sample"`, `verify="full"`); a file in between."""
+unpacked, every expert to every worker, ranks gather what workers could read where it lies, `verify="sample"`,
+`verify="full"`); a file in between."""
 
 Span = tuple[str, int, float, float]
 
@@ -97,6 +99,7 @@ class OurVariant:
         num_slots: int,
         group: Any,
         rank_local_experts: bool,
+        peer_reads: bool,
         verify: Verify,
     ) -> None:
         self.server = backend
@@ -110,6 +113,7 @@ class OurVariant:
             bucket_bytes=bucket_bytes,
             num_slots=num_slots,
             rank_local_experts=rank_local_experts,
+            peer_reads=peer_reads,
             verify=verify,
         )
 
@@ -121,6 +125,7 @@ class OurVariant:
             "tensors": stats.num_tensors,
             "buckets": stats.num_buckets,
             "resident_bytes": stats.resident_bytes,
+            "peer_bytes": stats.peer_bytes,
             "worker": stats.worker,
         }
 
@@ -264,6 +269,7 @@ def make_variant(
         num_slots=num_slots,
         group=group,
         rank_local_experts=mode != "everywhere",
+        peer_reads=mode != "gathered",
         verify=_VERIFY.get(mode, "off"),
     )
 

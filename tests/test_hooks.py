@@ -42,7 +42,7 @@ class Recorder:
         self.versions.append(version)
         return TransferStats(
             version=str(version), sync=1, backend="fsdp_ipc", bytes=1, num_tensors=1, num_buckets=1,
-            resident_bytes=0, seconds=1.0,
+            resident_bytes=0, peer_bytes=0, seconds=1.0,
         )  # fmt: skip
 
     def close(self) -> None:

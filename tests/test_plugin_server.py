@@ -17,10 +17,13 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_ipc import HTTPWeightSyncClient, WeightSender, WeightSyncError
 from fsdp_ipc.digest_file import DigestFile
 from fsdp_ipc.gather import Gatherer
+from fsdp_ipc.handles import allocate
 from fsdp_ipc.streamed_source import PairsSource
 from fsdp_ipc.wire.native import TOKEN_ENV
 from tests.hand_trainer import HandTrainer, packed_layout, unpacked_layout
@@ -216,6 +219,35 @@ def test_an_update_left_open_is_closed_by_an_abort(
             )
         successor.send(packed_layout(_named(2), num_buckets=4), version="successor")
         _assert_serves(server, loaded[2])
+
+
+def _push_shards(rank: int, world: int, url: str) -> list[tuple[int, int]]:
+    os.environ[TOKEN_ENV] = TOKEN
+    mesh = init_device_mesh("cpu", (world,))
+    buffers = []
+    pairs: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in _named(3):
+        held = distribute_tensor(tensor, mesh, [Shard(0)])
+        buffers.append(allocate(held._local_tensor.nbytes, torch.device("cpu"), key="cpu:test:0"))
+        shared = buffers[-1].bytes.view(tensor.dtype).view(held._local_tensor.shape)
+        held._local_tensor = shared.copy_(held._local_tensor)
+        pairs.append((name, held))
+    seen = []
+    with WeightSender(PairsSource(pairs), HTTPWeightSyncClient(url), group=dist.group.WORLD) as sender:
+        for seed in (3, 2, 3, 2):
+            for (_, held), (_, tensor) in zip(pairs, _named(seed), strict=True):
+                held._local_tensor.copy_(distribute_tensor(tensor, mesh, [Shard(0)])._local_tensor)  # type: ignore[attr-defined]
+            stats = sender.send(f"shards {seed}")
+            seen.append((stats.peer_bytes, stats.resident_bytes))
+    return seen
+
+
+def test_shards_that_workers_read_where_they_lie(server: Server, loaded: dict[int, Served]) -> None:
+    nbytes = sum(tensor.nbytes for _, tensor in _named(2))
+    for seen in run_ranks(_push_shards, 2, server.url, timeout_s=240):
+        assert seen == [(nbytes // 2, nbytes)] * 4
+    assert _version(server) == "shards 2"
+    _assert_serves(server, loaded[2])
 
 
 def _push_verified(rank: int, world: int, url: str) -> tuple[list[dict[str, Any]], str]:

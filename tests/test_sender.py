@@ -251,7 +251,8 @@ def test_field_C9_streams_are_made_once_for_a_sender() -> None:
             if isinstance(function, ast.FunctionDef):
                 calls = [ast.unparse(call.func) for call in ast.walk(function) if isinstance(call, ast.Call)]
                 made += [(path.name, function.name) for name in calls if name.endswith("cuda.Stream")]
-    assert {function for _, function in made} == {"__init__"}
+    # The second is kept by `functools.cache`.
+    assert {function for _, function in made} == {"__init__", "_side_stream"}
     assert {"native.py", "stock_delivery.py"} <= {file for file, _ in made}
 
 

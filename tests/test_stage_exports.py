@@ -79,12 +79,16 @@ def _moves(rank: int, world_size: int) -> list[tuple[str, bool]]:
     model.plain.bias = nn.Parameter(shared(model.plain.bias.detach()))
     look("parameter exchanged")
     look("nothing at last")
-    staged = []
-    for change in (lambda: model.plain.weight.data.t(), lambda: model.plain.weight.data.clone()):
-        model.plain.weight.data = change()
-        assert stage.refresh(None, ("same",))
-        staged.append([s.item for bucket in stage.plan.buckets for s in bucket.segments])
-    assert len(staged[0]) == 1 and staged == [staged[0]] * 2  # it goes through a slot from now on
+    model.plain.weight.data = (
+        model.plain.weight.data.t()
+    )  # no longer in one piece: it goes through a slot from now on
+    assert stage.refresh(None, ("same",))
+    assert [len(bucket.segments) for bucket in stage.plan.buckets] == [1]
+    model.plain.weight.data = model.plain.weight.data.clone()
+    assert not stage.refresh(None, ("same",))
+    model.plain.bias.data = model.plain.bias.data.clone()  # nor this, where no other process can read it
+    assert stage.refresh(None, ("same",))
+    assert [len(bucket.segments) for bucket in stage.plan.buckets] == [2]
     stage.close()
     return told
 
