@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import types
@@ -168,6 +169,26 @@ def test_every_snippet_of_the_pages_is_run_and_every_callback_named() -> None:
         assert f"docs/{name}.md" in readme + page.replace("(torchtitan.md)", "docs/torchtitan.md")
     for anchor in re.findall(r"\(#([\w-]+)\)", page):
         assert f"## {anchor.replace('-', ' ')}" in page.lower()
+
+
+def test_every_argument_of_the_sender_is_in_the_table_with_its_default() -> None:
+    section = (DOCS / "hooks.md").read_text().partition("## The sender's arguments")[2].partition("\n## ")[0]
+    rows = [re.split(r" ?\| ?", line.strip("| ")) for line in section.splitlines() if line.startswith("| `")]
+    told = {row[0].strip("`"): row[2] for row in rows}
+    wanted = dict(inspect.signature(fsdp_ipc.WeightSender).parameters)
+    assert list(told) == list(wanted)
+    for name, parameter in wanted.items():
+        default = parameter.default
+        shown = (
+            "–"
+            if default is parameter.empty
+            else f'`"{default}"`'
+            if isinstance(default, str)
+            else f"`{default}`"
+        )
+        assert told[name].partition(":")[0] == shown, name
+    waits = fsdp_ipc.Timeouts()
+    assert told["timeouts"].endswith(f"{waits.request_s:g}, {waits.transfer_s:g} and {waits.control_s:g} s")
 
 
 def test_torchtitan(server: Any, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

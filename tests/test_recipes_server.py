@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 from tests.runner import run_ranks
-from tests.torchrun import start_recipe
+from tests.torchrun import start_recipe, torchrun
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.timeout(600)]
@@ -84,6 +91,13 @@ def test_field_F13_a_checkpoint_is_pushed_and_the_server_says_what_it_says(
     settings = [f"model.path={model_dir}", f"inference.url={url}", "data.max_tokens=6"]
     line = _start("recipes.push", *settings, "prompts=[ab,zz]", f"hydra.run.dir={tmp_path}")
     assert line["said_before"] != line["said_after"]
+    assert line.keys() == {
+        "world_size", "parameters", "said_before", "said_after", "server_ready_s", "load_s", "report", "pushes",
+    }  # fmt: skip
+    report = (tmp_path / "report.html").read_text()
+    assert "What the server said" in report
+    assert report.count("<td>ab</td>") == report.count("<td>zz</td>") == 1
+    assert "optim:" not in report
     assert [push["version"] for push in line["pushes"]] == ["1"]
     assert line["pushes"][0]["bytes"] == 2 * line["parameters"], "bf16, as the checkpoint is"
     # An untrained model's bytes may be no text, of which the two show different things.
@@ -152,6 +166,51 @@ def test_the_readmes_grpo_loop_runs_as_it_stands(served: tuple[Path, str]) -> No
         assert old in code
         code = code.replace(old, new)
     assert run_ranks(_readme_loop, _ranks(), code, str(model_dir), timeout_s=120) == [8] * _ranks()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the README's section is for machines without a GPU")
+def test_the_readmes_cpu_quick_start_runs_as_it_stands(served: tuple[Path, str], tmp_path: Path) -> None:
+    """Its server and its file, with a small checkpoint and a free port; the server then says what the checkpoint says."""
+    from recipes.serve import free_port, log_tail
+
+    section = (ROOT / "README.md").read_text().partition("## Without a GPU")[2].partition("\n## ")[0]
+    install, start = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    assert "[cpu,recipes]" in install
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    port = free_port()
+    for old, new in (("Qwen/Qwen3-0.6B", str(served[0])), ("8000", str(port))):
+        assert old in start
+        assert old in code
+        start, code = start.replace(old, new), code.replace(old, new)
+    (tmp_path / "push.py").write_text(code)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    with (tmp_path / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            ["bash", "-c", start], env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 400
+        while not _healthy(f"http://127.0.0.1:{port}"):
+            assert server.poll() is None and time.monotonic() < deadline, log_tail(
+                tmp_path / "server.log", 40
+            )
+            time.sleep(1)
+        printed = torchrun(str(tmp_path / "push.py"), ranks=1)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+    assert "TransferStats(version='1', sync=1" in printed
+    said, expected = printed.partition("\n")[2], _greedy(served[0], ["The capital of France is"], 8)[0]
+    # An untrained model's bytes may be no text, and a line's end is one to a pipe.
+    assert re.sub(r"[\ufffd\r\n]", "", said) == re.sub(r"[\ufffd\r\n]", "", expected)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
 
 
 def test_accelerate_with_a_hook_pushes_what_it_has_learned(served: tuple[Path, str], tmp_path: Path) -> None:
