@@ -123,7 +123,7 @@ class TransferConfig:
         wire_dtype: Dtype on the wire; None: that of each parameter.
         keep: Name patterns of parameters that keep their own dtype; None: the library's choice.
         packed: Pack tensors into staging buckets; False: one handle a tensor.
-        bucket_mb: Size of a staging slot, in MiB; None: the largest tensor's, at least 1024.
+        bucket_mb: Size of a staging slot, in MiB; None: the largest tensor's, at least 2048 unless all fits in less.
         num_slots: Staging slots.
     """
 

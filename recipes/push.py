@@ -51,11 +51,13 @@ def run(job: PushJobConfig, device: torch.device, out: Path) -> None:
             config = AutoConfig.from_pretrained(model_dir)
             dtype = getattr(config, "dtype", None) or torch.float32
             model = build_model(model_dir, layout, has_weights=True, seed=0, compute_dtype=dtype, dtype=dtype)
-        inference.wait(report.waiting)
+        with stages("wait for server"):
+            inference.wait(report.waiting)
         report.ready(server_s := time.monotonic() - began)
 
         def ask() -> list[str]:
-            return on_rank0(lambda: [inference.complete(p, job.data.max_tokens) for p in job.prompts])
+            with stages("complete"):
+                return on_rank0(lambda: [inference.complete(p, job.data.max_tokens) for p in job.prompts])
 
         before = ask()
         sender = stack.enter_context(sender_of(job, model, inference.client, out, report.callbacks(left)))

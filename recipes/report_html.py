@@ -226,7 +226,8 @@ def _shares(rows: Sequence[StageRow]) -> list[str]:
 
 
 def _said(said: Sequence[Said]) -> str:
-    lines = [_row([_readable(text) for text in (entry.prompt, entry.before, entry.after)]) for entry in said]
+    texts = [(entry.prompt, entry.before, entry.after) for entry in said]
+    lines = [_row([_readable(text) if text.strip() else "(nothing)" for text in row]) for row in texts]
     head = _head(["prompt", "before the first push", "after the last push"])
     return f'<h2>What the server said</h2><div class="box"><table class="words">{head}{"".join(lines)}</table></div>'
 

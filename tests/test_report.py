@@ -46,7 +46,7 @@ BROWSER = next(
 def stats(sync: int, seconds: float) -> dict[str, Any]:
     return TransferStats(
         version=str(sync), sync=sync, backend="fsdp_ipc", bytes=2_000_000, num_tensors=3, num_buckets=2,
-        resident_bytes=0, seconds=seconds, stage_s={"prepare": seconds / 2, "gather": seconds / 2},
+        resident_bytes=0, peer_bytes=0, seconds=seconds, stage_s={"prepare": seconds / 2, "gather": seconds / 2},
     ).to_json()  # fmt: skip
 
 
@@ -376,7 +376,7 @@ def test_a_push_alone_tells_of_no_loss_and_shows_every_text(
         report.pushed(Push.of(_stats(1)))
         report.said = [
             Said(prompt="a", before="noise 1", after="text 1"),
-            Said(prompt="b", before="noise 2", after="text 2"),
+            Said(prompt="b", before=" \n", after="text 2"),
         ]
         report.finish({"parameters": 7}, out=tmp_path, title="push", config=config)
     shown = capsys.readouterr()
@@ -386,7 +386,7 @@ def test_a_push_alone_tells_of_no_loss_and_shows_every_text(
     assert "loss" not in line["pushes"][0]
     text = (tmp_path / "report.html").read_text()
     assert "<tr><td>a</td><td>noise 1</td><td>text 1</td></tr>" in text
-    assert "<tr><td>b</td><td>noise 2</td><td>text 2</td></tr>" in text
+    assert "<tr><td>b</td><td>(nothing)</td><td>text 2</td></tr>" in text
     page = Page(text)
     assert "some/where" in page.text
     for unread in ("optim:", "train:", "The Zen of Python", "loss", "hidden_size", "later"):
