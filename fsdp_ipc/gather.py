@@ -2,7 +2,7 @@
 
 What is cheapest for each tensor is decided once, when a plan is bound to its memory:
 
-- whole on this rank, or delivered rank-locally: one cast-and-copy, all of a bucket in one `_foreach_copy_`;
+- whole on this rank, delivered rank-locally, or read by all from every rank: one cast-and-copy, all of a bucket in one `_foreach_copy_`;
 - large, dim 0 in chunks: this rank's chunk is cast into its place and the all-gather's output *is* the tensor;
 - small, dim 0 in chunks: all of a bucket in one all-gather through a small scratch;
 - owned by some ranks: the first owner copies it into its place and broadcasts it, neighbours in one go;
@@ -203,6 +203,13 @@ class Gatherer:
                     _bind_sharded(work, segment, item, now(tensors[item.index]), memory)
                 last = segment
             self._buckets.append(work)
+
+    def is_local(self, bucket: int) -> bool:
+        """Whether `load` completes the bucket: nothing of it is gathered."""
+        work = self._buckets[bucket]
+        return not (work.large or work.small or work.broadcasts or work.general) and all(
+            made.is_local for made in work.made
+        )
 
     @torch.no_grad()
     def load(self, bucket: int, tensors: Sequence[Held]) -> None:

@@ -15,7 +15,7 @@ from fsdp_ipc.delivery import LocalDelivery, Readers, local_deliveries
 from fsdp_ipc.metadata import Layout, StreamItem
 from fsdp_ipc.pieces import Piece, align, clusters_of, cut, cut_local, local_piece, units_of, whole_piece
 from fsdp_ipc.recipe import Emit
-from fsdp_ipc.rows import Holders, Reach, TensorRow, local_rows, whole_rows
+from fsdp_ipc.rows import Holders, Reach, TensorRow, chunk_rows_of, local_rows, whole_rows
 
 DEFAULT_BUCKET_BYTES = 2 << 30
 """Slot size when the caller names none; the largest tensor makes it grow (Qwen3-8B's embedding has 1.16 GiB)."""
@@ -55,7 +55,9 @@ class Segment:
         emits: The checkpoint tensors that lie here; none where each rank puts its own (`local`).
         emit_offsets: First byte of each in the allocation.
         rows: Range of rows of every rank's chunk that is gathered here; None for all of the tensor.
-        local: Only this rank's own piece is put here (rank-local delivery).
+        local: Only this rank's own piece is put here: for the worker beside it (rank-local delivery), or for all, which
+            then read every rank's.
+        table: Of who holds which chunk, if all read it; -1 otherwise.
     """
 
     item: int
@@ -67,6 +69,7 @@ class Segment:
     emit_offsets: tuple[int, ...]
     rows: tuple[int, int] | None = None
     local: bool = False
+    table: int = -1
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,13 @@ def build_plan(
         limits: What the wire and the settings ask.
         group_ranks: Global ranks of the trainer group, in group order; None if the plan is for one rank or for a look.
         resident: Indices of the items whose own memory can be exported, so that they need no slot; the same on every
-            rank. Where it is held in another dtype, the rows say so. Shards stay in place as `reads` allows.
+            rank. Where it is held in another dtype, the rows say so. Shards stay in place as `reads` allows, and if they
+            need no cast: before they travel they are cast.
         wanted: Which workers hold which experts, None if every worker reads everything. Experts are delivered
             rank-locally where every worker that holds one sits beside a trainer rank that owns it.
         reads: By group rank, the group ranks whose memory the worker beside it can read; None if workers know nothing of
-            shards. A shard stays where it is if every worker can read all chunks of it that it needs.
+            shards. Shards are not gathered if every worker can read all chunks that it needs: those that can't stay where
+            they are, each rank puts into its own slot.
         atomic: Sets of checkpoint names that must reach the server in one bucket (a weight and its scale).
 
     Returns:
@@ -147,12 +152,16 @@ def build_plan(
     local = local_deliveries(items, ranks, wanted, back_to_back=limits.back_to_back)
     clusters = clusters_of(items, atomic)
     reach = Reach(ranks, reads) if reads is not None else None
-    tables = _tables(items, resident, local, reach)
-    kept = [i for i in sorted(resident) if i not in clusters and i in tables]
+    tables = _tables(items, local, reach)
+    kept = [
+        i
+        for i in sorted(resident)
+        if i not in clusters and _stays(items[i], i in local, tables.get(i), reach)
+    ]
     leave = set(kept)
     staged = [i for i in range(len(items)) if i not in leave]
 
-    layout = _Layout(items, limits, local, clusters)
+    layout = _Layout(items, limits, local, tables, clusters)
     segments: list[list[Segment]]
     slot_bytes = num_slots = 0
     allocation_bytes: list[int] = []
@@ -176,17 +185,17 @@ def build_plan(
         at, in_place = (bucket, False) if bucket < len(segments) else (0, True)
         for s in inside:
             item = items[s.item]
-            if s.local:
+            if s.item in local:
                 delivery = local[s.item]
                 for rank, row in local_rows(
                     item, delivery, at, s.allocation, s.offset, s.rows, exported=in_place
                 ):
                     own_rows[rank].append(row)
                 continue
-            table = tables[s.item] if in_place else -1
-            rows += whole_rows(
-                item, s.emits, s.emit_offsets, at, s.allocation, exported=in_place, shards=table
-            )
+            if s.table >= 0:
+                rows += chunk_rows_of(item, s.table, at, s.allocation, s.offset, s.rows)
+            else:
+                rows += whole_rows(item, s.emits, s.emit_offsets, at, s.allocation, exported=in_place)
     holders = tuple(reach.tables) if reach is not None else ()
     digest = _digest(
         items, limits, local, [*segments, exported], (slot_bytes, kept, holders, allocation_bytes, ranks)
@@ -213,14 +222,17 @@ class _Layout:
         items: Sequence[StreamItem],
         limits: PlanLimits,
         local: dict[int, LocalDelivery],
+        tables: dict[int, int],
         clusters: dict[int, tuple[int, ...]],
     ) -> None:
-        self._items, self._limits, self._local, self._clusters = items, limits, local, clusters
+        self._items, self._limits, self._clusters = items, limits, clusters
+        self._tables = tables
+        self._own = local.keys() | tables.keys()
         self._alignment = 1 if limits.back_to_back else limits.alignment
 
     def piece(self, index: int) -> Piece:
         """The item in one piece."""
-        if index in self._local:
+        if index in self._own:
             return local_piece(self._items[index], index)
         back_to_back = self._limits.back_to_back
         return whole_piece(self._items[index], index, self._alignment, back_to_back=back_to_back)
@@ -228,7 +240,6 @@ class _Layout:
     def segment(self, piece: Piece, allocation: int, offset: int) -> Segment:
         """The piece at its place."""
         offsets = tuple([offset + at for at in piece.offsets])
-        local = piece.item in self._local
         return Segment(
             piece.item,
             allocation,
@@ -238,7 +249,8 @@ class _Layout:
             piece.emits,
             offsets,
             piece.rows,
-            local,
+            piece.item in self._own,
+            self._tables.get(piece.item, -1),
         )
 
     def packed(self, staged: Sequence[int]) -> tuple[int, list[list[tuple[Piece, int]]]]:
@@ -285,7 +297,7 @@ class _Layout:
 
     def _cut(self, index: int, slot_bytes: int) -> list[Piece]:
         item, units = self._items[index], self._units(index)
-        if index in self._local:
+        if index in self._own:
             return cut_local(item, index, units, slot_bytes)
         return cut(item, index, units, slot_bytes)
 
@@ -297,7 +309,7 @@ class _Layout:
         if not units:
             return pieces[0].nbytes
         spec = self._items[pieces[0].item].inputs[0]
-        copies = 1 if pieces[0].item in self._local else spec.layout.num_shards
+        copies = 1 if pieces[0].item in self._own else spec.layout.num_shards
         return min(pieces[0].nbytes, max(end - first for first, end in units) * spec.row_bytes * copies)
 
     def _slot_bytes(self, together: list[list[Piece]]) -> int:
@@ -337,19 +349,21 @@ def _check_meshes(items: Sequence[StreamItem], group_ranks: Sequence[int]) -> No
 
 
 def _tables(
-    items: Sequence[StreamItem],
-    resident: Collection[int],
-    local: Mapping[int, LocalDelivery],
-    reach: Reach | None,
+    items: Sequence[StreamItem], local: Mapping[int, LocalDelivery], reach: Reach | None
 ) -> dict[int, int]:
-    """Of the resident items those that can stay in place, each with the table of its chunks; -1 where it has none."""
-    found = {}
-    for i in resident:
-        if items[i].inputs[0].layout.kind == "whole" or (i in local and reach is not None):
-            found[i] = -1
-        elif i not in local and reach is not None and (table := reach.table_of(items[i])) >= 0:
-            found[i] = table
-    return found
+    """By item, the table of its chunks, for those that every worker reads from several ranks."""
+    if reach is None:
+        return {}
+    found = ((i, reach.table_of(item)) for i, item in enumerate(items) if i not in local)
+    return {i: table for i, table in found if table >= 0}
+
+
+def _stays(item: StreamItem, local: bool, table: int | None, reach: Reach | None) -> bool:
+    """Whether memory that can be exported needs no slot: whole, or read by those who can read it where it lies."""
+    spec = item.inputs[0]
+    if spec.layout.kind == "whole":
+        return True
+    return reach is not None and (local or (table is not None and spec.dtype == spec.wire_dtype))
 
 
 def _digest(
@@ -377,7 +391,7 @@ def _digest(
             digest.update(f"{emit.name}|{emit.shape}|{emit.start}|{emit.stride};".encode())
     for inside in segments:
         for s in inside:
-            place = f"{s.item}|{s.allocation}|{s.offset}|{s.nbytes}|{s.in_place}|{s.rows}|{s.local}|{s.emit_offsets}"
+            place = f"{s.item}|{s.allocation}|{s.offset}|{s.nbytes}|{s.in_place}|{s.rows}|{s.local}|{s.table}|{s.emit_offsets}"
             digest.update(place.encode())
         digest.update(b"/")
     for i, delivery in local.items():

@@ -15,9 +15,6 @@ from fsdp_ipc.dtypes import dtype_name
 from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
 from fsdp_ipc.recipe import Emit
 
-_MOST_CHUNKS_TO_CAST = 2
-"""Chunks up to which a shard in float32 is read where it lies: twice the bytes travel, which more ranks pay for more often."""
-
 Holders = tuple[tuple[int, ...], ...]
 """By the group rank beside a worker, the group ranks from which it reads chunk 0, 1, ..."""
 
@@ -29,7 +26,8 @@ class TensorRow(NamedTuple):
     worker casts to `dtype`, as the trainer would have, while it copies.
 
     Where `shards` is not -1 the bytes are those of the whole training tensor, of which every rank's allocation of that
-    number holds one chunk of `chunk_bytes` (the last may be shorter); `TransferPlan.holders[shards]` says which.
+    number holds one chunk of `chunk_bytes` (the last may be shorter), whose first byte is at `base`, or would be if all of
+    it lay there; `TransferPlan.holders[shards]` says which rank holds which.
     """
 
     name: str
@@ -41,6 +39,7 @@ class TensorRow(NamedTuple):
     held: str = ""
     shards: int = -1
     chunk_bytes: int = 0
+    base: int = 0
 
 
 class Reach:
@@ -61,19 +60,15 @@ class Reach:
         self.tables: list[Holders] = []
 
     def table_of(self, item: StreamItem) -> int:
-        """The number of the table that says from where each worker reads each chunk; -1 if one can't, or should not."""
+        """The number of the table that says from where each worker reads each chunk; -1 if there is a worker that can't."""
         spec = item.inputs[0]
-        chunks = spec.layout.num_shards
-        if spec.layout.kind != "shard" or not item.is_direct:
-            return -1
-        if (chunks - 1) * chunk_rows(spec.shape[0], chunks) >= spec.shape[0]:
-            return -1  # the last ranks hold nothing that could be exported
-        if spec.dtype != spec.wire_dtype and chunks > _MOST_CHUNKS_TO_CAST:
+        if spec.layout.kind != "shard" or not item.is_direct or spec.nbytes == 0:
             return -1
         if id(spec.layout) not in self._numbers:
             table = self._table(spec.layout)
-            self._numbers[id(spec.layout)] = spec.layout, -1 if table is None else len(self.tables)
-            self.tables += [table] if table is not None else []
+            if table is not None and table not in self.tables:
+                self.tables.append(table)
+            self._numbers[id(spec.layout)] = spec.layout, -1 if table is None else self.tables.index(table)
         return self._numbers[id(spec.layout)][1]
 
     def _table(self, layout: Layout) -> Holders | None:
@@ -106,9 +101,8 @@ def whole_rows(
     allocation: int,
     *,
     exported: bool,
-    shards: int = -1,
 ) -> Iterator[TensorRow]:
-    """Rows of tensors that every worker reads.
+    """Rows of tensors that every worker reads in one piece.
 
     Args:
         item: What they are made of.
@@ -117,13 +111,39 @@ def whole_rows(
         bucket: With which they are complete.
         allocation: In which they lie.
         exported: It is memory of the trainer's own, in the dtype that it holds.
-        shards: Number of the table of its chunks; -1 if each rank holds all of it.
     """
     dtype, (held, scale) = dtype_name(item.wire_dtype), _held(item) if exported else ("", 1)
-    spec = item.inputs[0]
-    chunk = chunk_rows(spec.shape[0], spec.layout.num_shards) * spec.row_bytes * scale if shards >= 0 else 0
     for emit, offset in zip(emits, offsets, strict=True):
-        yield TensorRow(emit.name, dtype, emit.shape, bucket, allocation, offset * scale, held, shards, chunk)
+        yield TensorRow(emit.name, dtype, emit.shape, bucket, allocation, offset * scale, held)
+
+
+def chunk_rows_of(
+    item: StreamItem,
+    table: int,
+    bucket: int,
+    allocation: int,
+    offset: int,
+    rows: tuple[int, int] | None,
+) -> Iterator[TensorRow]:
+    """Rows of tensors that every worker reads from several ranks, each of which has its own chunk in wire dtype.
+
+    Args:
+        item: What they are made of.
+        table: Number of the table of who holds which chunk.
+        bucket: With which they are complete.
+        allocation: In which each rank's chunk lies.
+        offset: First byte of it.
+        rows: Range of rows of every rank's chunk that lies there; None for all of it.
+    """
+    spec, dtype = item.inputs[0], dtype_name(item.wire_dtype)
+    size = chunk_rows(spec.shape[0], spec.layout.num_shards)
+    base = offset - (rows[0] * spec.row_bytes if rows is not None else 0)
+    for emit in item.recipe.emits:
+        if rows is not None and not rows[0] <= emit.rows(spec.shape)[0] % size < rows[1]:
+            continue
+        first = emit.start * item.wire_dtype.itemsize
+        where = (bucket, allocation, first, "", table, size * spec.row_bytes, base)
+        yield TensorRow(emit.name, dtype, emit.shape, *where)
 
 
 def local_rows(

@@ -57,8 +57,8 @@ class Target:
             ["b.weight", "float32", [16, 16], 1, 1, 0],
             ["empty", "int64", [0, 5], 1, 1, 0],
             ["scalar", "float64", [], 1, 2, 2040],
-            ["spread", "float32", [16, 4], 1, 0, 64, "", 0, 128],
-            ["spread.cast", "bfloat16", [16, 4], 1, 0, 0, "float32", 0, 128],
+            ["spread", "float32", [16, 4], 1, 0, 64, "", 0, 128, 32],
+            ["spread.cast", "bfloat16", [16, 4], 1, 0, 0, "float32", 0, 128, -0],
         ]
         local = {self.key: [["mine", "uint8", [7], 1, 2, 9]]}
         holders = [{self.key: [self.key, self.peer, self.peer]}]

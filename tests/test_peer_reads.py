@@ -63,14 +63,48 @@ def test_every_worker_holds_the_weights_without_a_gather(
         assert server.violations == []
     for rank, (stats, wanted, peer_bytes, buckets) in enumerate(seen):
         _assert_holds(workers[rank], wanted[-1])
-        cast_first = held != (dtype or held) and ranks > 2
-        assert (peer_bytes == 0) == cast_first
-        # One tensor has a single row, which the other ranks hold nothing of, and a buffer lies in memory that is not shared.
-        assert sum(buckets) == (2 if not cast_first else len(wanted[-1]))
+        assert 0 < peer_bytes < stats[-1]["bytes"]
         assert stats[-1]["bytes"] == sum(t.nbytes for t in wanted[-1].values())
-        if not cast_first:
+        if held == (dtype or held):
+            # One tensor has a single row, which the other ranks hold nothing of, and a buffer lies in memory of its own.
+            assert sum(buckets) == 2
             staged = wanted[-1]["one.weight"].nbytes + wanted[-1]["bias_of_router"].nbytes
             assert stats[-1]["resident_bytes"] == stats[-1]["bytes"] - staged
+        else:
+            assert sum(buckets) == len(wanted[-1])
+            assert stats[-1]["resident_bytes"] == 0
+
+
+def _stage_shards(rank: int, world: int, url: str, packed: bool) -> Any:
+    del rank
+    model = shard(build(), init_device_mesh("cpu", (world,)))
+    with make_sender(
+        model, url, dtype=torch.bfloat16, packed=packed, bucket_bytes=500 if packed else None
+    ) as sender:
+        for _ in range(3):
+            stats = sender.send()
+            wanted = full(model, torch.bfloat16)
+            change(model)
+        collectives = (
+            [sender._stage.gatherer.is_local(k) for k in range(stats.num_buckets)] if packed else [True]
+        )
+    return stats.to_json(), wanted, collectives
+
+
+@pytest.mark.parametrize("slow", [None, 0, 1])
+@pytest.mark.parametrize("packed", [True, False])
+def test_shards_that_cannot_be_exported_are_put_into_slots_that_all_workers_read(
+    packed: bool, slow: int | None
+) -> None:
+    """A slot is filled again only when the slowest of all workers has read it, from every rank."""
+    workers = [NativeWorker(i, peers=True, delay_s=0.05 if i == slow else 0.0) for i in range(2)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        seen = run_ranks(_stage_shards, 2, server.url, packed)
+    for rank, (stats, wanted, collectives) in enumerate(seen):
+        _assert_holds(workers[rank], wanted)
+        assert all(collectives)
+        assert stats["num_buckets"] >= (4 if packed else 1)
+        assert stats["peer_bytes"] > 0 and stats["resident_bytes"] == 0
 
 
 @pytest.mark.parametrize("why", ["workers", "setting", "verify"])
@@ -125,18 +159,18 @@ def _move(rank: int, world: int, url: str) -> Any:
                 weight._local_tensor = weight._local_tensor.clone()
             change(model)
             sender.send()
-            seen.append((sender._stage.epoch, sender._stage.peer_bytes))
+            seen.append((sender._stage.epoch, sender._stage.resident_bytes))
         return seen, full(model, None)
 
 
-def test_a_shard_that_moved_is_found_again_or_gathered() -> None:
+def test_a_shard_that_moved_is_found_again_or_put_into_a_slot() -> None:
     server, workers = _serve(2)
     with server:
         ranks = run_ranks(_move, 2, server.url)
     for rank, (seen, wanted) in enumerate(ranks):
-        epochs, peer_bytes = zip(*seen, strict=True)
+        epochs, resident = zip(*seen, strict=True)
         assert epochs == (1, 2, 2, 3, 3)
-        assert peer_bytes[0] == peer_bytes[2] > peer_bytes[3] == peer_bytes[4] > 0
+        assert resident[0] == resident[2] > resident[3] == resident[4] > 0
         _assert_holds(workers[rank], wanted)
 
 

@@ -24,7 +24,7 @@ from fsdp_ipc.metadata import WHOLE, Layout, StreamItem, TensorSpec
 from fsdp_ipc.pieces import SMALL_BYTES
 from fsdp_ipc.plan import DEFAULT_BUCKET_BYTES, PlanLimits, TransferPlan, build_plan
 from fsdp_ipc.recipe import Emit, ParamRecipe
-from fsdp_ipc.rows import peer_bytes
+from fsdp_ipc.rows import TensorRow, peer_bytes
 from fsdp_ipc.source import DTensorSource
 from tests import bench_plan
 from tests.runner import run_ranks
@@ -318,20 +318,72 @@ def test_the_digest_sees_every_difference() -> None:
     assert build_plan(stream(*base, layout=flat(2)), PlanLimits()).digest == digests[0]
 
 
-def test_shards_that_every_worker_can_read_stay_where_they_are() -> None:
+def test_shards_that_every_worker_can_read_are_not_gathered() -> None:
     items = stream(("even", (4, 6), torch.float32), ("uneven", (5, 6), torch.float32), layout=flat(2))
     items += [replace(i, index=2) for i in stream(("few", (1, 6), torch.float32), layout=flat(2))]
     near = [{0, 1}, {0, 1}]
-    plan = build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0, 1, 2], reads=near)
-    assert plan.resident == (0, 1)  # the second rank has nothing of the third
+    plan = build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0, 1], reads=near)
+    assert plan.resident == (0, 1)
     assert plan.holders == (((0, 1), (0, 1)),)
     rows = {row.name: row for row in plan.rows}
     assert (rows["even"].shards, rows["even"].chunk_bytes, rows["even"].allocation) == (0, 2 * 6 * 4, 1)
     assert (rows["uneven"].shards, rows["uneven"].chunk_bytes, rows["uneven"].allocation) == (0, 3 * 6 * 4, 2)
-    assert (rows["few"].shards, rows["few"].allocation) == (-1, 0)
-    assert [peer_bytes(plan.rows, plan.holders, rank, [24, 96, 120]) for rank in (0, 1)] == [48 + 48, 48 + 72]
+    assert (rows["few"].shards, rows["few"].chunk_bytes, rows["few"].allocation) == (0, 6 * 4, 0)
+    sizes = [24, 96, 120]  # what has a slot comes first
+    assert [peer_bytes(plan.rows, plan.holders, rank, sizes) for rank in (0, 1)] == [48 + 48, 24 + 48 + 72]
     for reads in ([{0}, {0, 1}], [{0, 1}, {1}], None):
-        assert not build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0, 1], reads=reads).resident
+        gathered = build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0, 1], reads=reads)
+        assert not gathered.resident and not gathered.holders
+        assert {row.shards for row in gathered.rows} == {-1}
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 700])
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_tensor_in_chunks_is_the_one_that_is_meant(bucket_bytes: int | None, packed: bool) -> None:
+    """Each rank's slots are filled as the gatherer does; rows and tables then give every tensor back."""
+    world = 3
+    names = ["a", "b.experts.gate_up_proj", "c", "d"]
+    shapes: list[tuple[int, ...]] = [(7, 5), (6, 8, 4), (2,), (9, 4)]
+    items = []
+    for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        spec = TensorSpec(name, shape, torch.float32, torch.float32, flat(world))
+        recipe = (
+            unfuse(name, shape, HALVES) if len(shape) == 3 else ParamRecipe((name,), (Emit(name, shape),))
+        )
+        items.append(StreamItem((spec,), recipe, index))
+    full = [torch.randn(shape) for shape in shapes]
+    limits = PlanLimits(bucket_bytes=bucket_bytes if packed else None, packed=packed)
+    everybody = [set(range(world))] * world
+    plan = build_plan(items, limits, group_ranks=range(world), reads=everybody)
+    assert plan.num_buckets > (1 if packed and bucket_bytes else 0)
+    sizes = [plan.slot_bytes] * plan.num_slots + list(plan.allocation_bytes)
+    found: dict[str, torch.Tensor] = {}
+    memory = [[torch.full((size,), 0xFF, dtype=torch.uint8) for size in sizes] for _ in range(world)]
+    for bucket in plan.buckets:
+        for rank in range(world):
+            for slot in memory[rank]:
+                slot.fill_(0xFF)
+            for s in bucket.segments:
+                assert s.local and s.table == 0
+                rows = -(-shapes[s.item][0] // world)
+                own = full[s.item][rank * rows : (rank + 1) * rows]
+                own = own if s.rows is None else own[s.rows[0] : s.rows[1]]
+                raw_bytes = own.contiguous().view(-1).view(torch.uint8)
+                memory[rank][s.allocation][s.offset : s.offset + raw_bytes.numel()] = raw_bytes
+        for row in plan.rows:
+            if row.bucket == bucket.index:
+                nbytes = math.prod(row.shape) * 4
+                pieces = []
+                for chunk, holder in enumerate(plan.holders[row.shards][1]):
+                    first = max(row.offset, chunk * row.chunk_bytes)
+                    end = min(row.offset + nbytes, (chunk + 1) * row.chunk_bytes)
+                    if first < end:
+                        at = row.base + first - chunk * row.chunk_bytes
+                        pieces.append(memory[holder][row.allocation][at : at + end - first])
+                found[row.name] = torch.cat(pieces).view(torch.float32).view(row.shape)
+    for item, tensor in zip(items, full, strict=True):
+        for emit, wanted in zip(item.recipe.emits, item.recipe.apply([tensor]), strict=True):
+            assert torch.equal(found[emit.name], wanted), emit.name
 
 
 def test_of_several_replicas_a_worker_reads_its_own_or_one_that_it_can() -> None:
@@ -349,15 +401,13 @@ def test_of_several_replicas_a_worker_reads_its_own_or_one_that_it_can() -> None
     assert plan.holders == (((0, 2), (1, 3), (0, 2), (1, 3)),)
 
 
-def test_masters_in_float32_are_read_in_place_by_two_ranks_and_cast_before_they_travel_by_more() -> None:
-    for ranks, kept in ((2, (0,)), (4, ())):
-        spec = TensorSpec("w", (8, 4), torch.float32, torch.bfloat16, flat(ranks))
-        items = [StreamItem((spec,), ParamRecipe(("w",), (Emit("w", (8, 4)),)), 0)]
-        reads = [set(range(ranks))] * ranks
-        plan = build_plan(items, PlanLimits(), group_ranks=range(ranks), resident=[0], reads=reads)
-        assert plan.resident == kept
-        if kept:
-            assert (plan.rows[0].held, plan.rows[0].chunk_bytes) == ("float32", 4 * 4 * 4)
+def test_masters_in_float32_are_cast_into_a_slot_and_read_from_there() -> None:
+    spec = TensorSpec("w", (8, 4), torch.float32, torch.bfloat16, flat(2))
+    items = [StreamItem((spec,), ParamRecipe(("w",), (Emit("w", (8, 4)),)), 0)]
+    plan = build_plan(items, PlanLimits(), group_ranks=[0, 1], resident=[0], reads=[{0, 1}, {0, 1}])
+    assert not plan.resident
+    assert plan.slot_bytes == 256  # 32 bytes of one chunk, as slots are aligned
+    assert plan.rows == (TensorRow("w", "bfloat16", (8, 4), 0, 0, 0, "", 0, 32, 0),)
 
 
 def test_own_experts_are_read_in_place_without_any_peer() -> None:

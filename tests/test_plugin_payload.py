@@ -244,9 +244,9 @@ def _sharded_plan() -> dict[str, Any]:
     """Ten rows of two elements in three chunks of four rows, of which one tensor lies across the first two."""
     holders = {f"cpu:host:{n}": [f"cpu:host:{k}" for k in range(3)] for n in range(3)}
     rows = [
-        ["across", "float32", [3, 2], 0, 1, 3 * 8, "", 0, 4 * 8],
-        ["last", "float32", [2, 2], 0, 1, 8 * 8, "", 0, 4 * 8],
-        ["none", "float32", [0, 2], 0, 1, 5 * 8, "", 0, 4 * 8],
+        ["across", "float32", [3, 2], 0, 1, 3 * 8, "", 0, 4 * 8, 0],
+        ["last", "float32", [2, 2], 0, 1, 8 * 8, "", 0, 4 * 8, 8],
+        ["none", "float32", [0, 2], 0, 1, 5 * 8, "", 0, 4 * 8, 0],
     ]
     return {"tensors": rows, "num_buckets": 1, "packed": True, "holders": [holders]}
 
@@ -254,11 +254,11 @@ def _sharded_plan() -> dict[str, Any]:
 def test_a_tensor_in_chunks_is_found_where_each_of_its_parts_lies() -> None:
     (rows,) = Plan.from_json(_sharded_plan()).buckets_for("cpu:host:1")
     parts = {row.name: [(p.device[-1], p.offset, p.nbytes, p.distance) for p in row.parts] for row in rows}
-    assert parts == {"across": [("0", 24, 8, 2), ("1", 0, 16, 0)], "last": [("2", 0, 16, 1)], "none": []}
-    sizes = {f"cpu:host:{n}": [1, 32 if n < 2 else 16] for n in range(3)}
+    assert parts == {"across": [("0", 24, 8, 2), ("1", 0, 16, 0)], "last": [("2", 8, 16, 1)], "none": []}
+    sizes = {f"cpu:host:{n}": [1, 32 if n < 2 else 24] for n in range(3)}
     assert check_bounds([rows], sizes, "cpu:host:1") == {(f"cpu:host:{n}", 1) for n in range(3)}
-    with pytest.raises(ValueError, match=r"'last' needs bytes 0 to 16 of allocation 1 of device cpu:host:2"):
-        check_bounds([rows], {**sizes, "cpu:host:2": [1, 15]}, "cpu:host:1")
+    with pytest.raises(ValueError, match=r"'last' needs bytes 8 to 24 of allocation 1 of device cpu:host:2"):
+        check_bounds([rows], {**sizes, "cpu:host:2": [1, 23]}, "cpu:host:1")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,8 @@ def test_a_tensor_in_chunks_is_found_where_each_of_its_parts_lies() -> None:
         (lambda p: p["tensors"][0].__setitem__(7, -1), "shards: expected an integer from 0 to 0"),
         (lambda p: p["tensors"][0].__setitem__(8, 0), "chunk_bytes: expected an integer from 1"),
         (lambda p: p["tensors"][0].__setitem__(8, 30), "30 is not a multiple of 4"),
+        (lambda p: p["tensors"][0].__setitem__(9, 6), "base: 6 is not a multiple of 4"),
+        (lambda p: p["tensors"][0].__setitem__(9, -(1 << 60)), "base: expected an integer from"),
         (lambda p: p["tensors"][0].__setitem__(6, "int8"), "held: expected float32"),
         (lambda p: p["tensors"][0].pop(), "perhaps the table"),
         (lambda p: p.pop("holders"), "no table of holders"),
@@ -286,6 +288,10 @@ def test_a_worker_whose_chunks_are_not_told_or_too_few_is_refused() -> None:
     plan = _sharded_plan()
     with pytest.raises(ValueError, match="for device 'cpu:host:7' is not said"):
         Plan.from_json(plan).buckets_for("cpu:host:7")
+    plan["tensors"][0][9] = -32
+    with pytest.raises(ValueError, match="'across' begins at byte -8 of its allocation"):
+        Plan.from_json(plan).buckets_for("cpu:host:1")
+    plan["tensors"][0][9] = 0
     plan["holders"][0]["cpu:host:1"] = ["cpu:host:0", "cpu:host:1"]
     with pytest.raises(ValueError, match="'last' needs bytes 64 to 80 of 2 chunks of 32"):
         Plan.from_json(plan).buckets_for("cpu:host:1")

@@ -76,8 +76,8 @@ class TensorRow:
     """Where one named tensor lies: allocation, byte offset, and the bucket with which it becomes complete.
 
     Its memory holds elements of dtype `held`: `dtype`, unless `cast_from` says that they are cast on the way. With
-    `shards` its bytes are counted in a tensor of which each rank holds a chunk of `chunk_bytes`; `parts` are those bytes
-    in order, once it is known which worker asks.
+    `shards` its bytes are counted in a tensor of which each rank holds a chunk of `chunk_bytes`, whose first byte is at
+    `base` of the allocation, or would be; `parts` are those bytes in order, once it is known which worker asks.
     """
 
     name: str
@@ -89,6 +89,7 @@ class TensorRow:
     cast_from: torch.dtype | None = None
     shards: int = -1
     chunk_bytes: int = 0
+    base: int = 0
     parts: tuple[Part, ...] = ()
 
     @property
@@ -176,7 +177,9 @@ class Plan:
         while first < end:
             chunk = first // row.chunk_bytes
             nbytes = min(end, (chunk + 1) * row.chunk_bytes) - first
-            offset = first - chunk * row.chunk_bytes
+            offset = row.base + first - chunk * row.chunk_bytes
+            if offset < 0:
+                raise ValueError(f"plan: tensor {row.name!r} begins at byte {offset} of its allocation")
             parts.append(Part(held[chunk], row.allocation, offset, nbytes, (chunk - own) % len(held)))
             first += nbytes
         return replace(row, parts=tuple(parts))
@@ -222,10 +225,10 @@ def _rows(obj: object, where: str, num_buckets: int, num_tables: int = 0) -> tup
     rows = []
     for index, row in enumerate(array_of(obj, where, MAX_ROWS)):
         at = f"{where}[{index}]"
-        if not isinstance(row, list) or len(row) not in (6, 7, 9):
+        if not isinstance(row, list) or len(row) not in (6, 7, 10):
             raise ValueError(
                 f"{at}: expected [name, dtype, shape, bucket, allocation, offset], perhaps the dtype in memory, and "
-                f"perhaps the table and the bytes of its chunks, got {shown(row)}"
+                f"perhaps the table, the bytes and the base of its chunks, got {shown(row)}"
             )
         name = text_of(row[0], f"{at}.name", MAX_NAME)
         if not name or not name.isprintable():
@@ -249,14 +252,16 @@ def _rows(obj: object, where: str, num_buckets: int, num_tables: int = 0) -> tup
             raise ValueError(
                 f"{at}.offset: {offset} is not a multiple of the {held.itemsize}-byte elements in memory"
             )
-        shards, chunk_bytes = -1, 0
-        if len(row) == 9:
+        shards, chunk_bytes, base = -1, 0, 0
+        if len(row) == 10:
             if not num_tables:
                 raise ValueError(f"{at}.shards: the plan has no table of holders")
             shards = integer_of(row[7], f"{at}.shards", 0, num_tables - 1)
             chunk_bytes = integer_of(row[8], f"{at}.chunk_bytes", 1, MAX_BYTES)
-            if chunk_bytes % held.itemsize:
-                raise ValueError(f"{at}.chunk_bytes: {chunk_bytes} is not a multiple of {held.itemsize}")
+            base = integer_of(row[9], f"{at}.base", -MAX_BYTES, MAX_BYTES)
+            for field_name, value in (("chunk_bytes", chunk_bytes), ("base", base)):
+                if value % held.itemsize:
+                    raise ValueError(f"{at}.{field_name}: {value} is not a multiple of {held.itemsize}")
         rows.append(
             TensorRow(
                 name=name,
@@ -268,6 +273,7 @@ def _rows(obj: object, where: str, num_buckets: int, num_tables: int = 0) -> tup
                 cast_from=cast_from,
                 shards=shards,
                 chunk_bytes=chunk_bytes,
+                base=base,
             )
         )
     return tuple(rows)

@@ -5,8 +5,8 @@ The order of one sync:
 1) (all ranks) bring plan and memory up to date (`stage`); exchange handles if any changed; from the second sync on
    (sender) posts start meanwhile;
 2) (sender) posts start, if it has not, and update from a thread; the workers wait at their control blocks;
-3) (all ranks) for each bucket: wait for its slot, load, vote, gather, announce it to the worker. Shards that the workers
-   read where they lie come with the first bucket, when every rank's device has finished what was queued before;
+3) (all ranks) for each bucket: wait for its slot, load, vote, gather, announce it to the worker. Where workers read from
+   several ranks, a slot is free when all of them have read it, and a bucket is announced when all ranks have it;
 4) (sender) the update request returns when every worker has loaded everything; vote;
 5) (sender) finish, which publishes the version; vote. Only now may anything be overwritten or freed.
 """
@@ -321,26 +321,10 @@ class NativeDelivery:
                 with timer.stage("start"):
                     group.vote("start", outcome(started, self._timeouts.transfer_s))
                 heard = True
-            with group.together("gather"):
-                if bucket == 0 and plan.holders and current is not None:
-                    # Workers read other ranks' shards as soon as their own rank announces the bucket.
-                    current.synchronize()
-                if bucket >= slots:
-                    with timer.stage("wait", bucket):
-                        self._wait_for_slot(sync, bucket - slots + 1, updated)
-                with timer.stage("load", bucket), on_stream(self._stream):
-                    stage.gatherer.load(bucket, stage.tensors)
-            with timer.stage("gather", bucket), on_stream(self._stream):
-                stage.gatherer.gather(bucket)
-                if self._verifier is not None:
-                    self._verifier.digest(bucket)
-                if self._stream is None:
-                    control.produce(sync, bucket + 1)
-                else:
-                    event = self._event(bucket % slots)
-                    event.record(self._stream)
-                    self._gathering.append((bucket, event))
-            self._announce(sync)
+            if plan.holders:
+                self._share_bucket(sync, bucket, slots, timer, updated)
+            else:
+                self._gather_bucket(sync, bucket, slots, timer, updated)
         if self._stream is not None and current is not None:
             with timer.stage("gather", plan.num_buckets - 1):
                 self._announce(sync, wait=True)
@@ -348,6 +332,59 @@ class NativeDelivery:
         if not heard:
             with timer.stage("start"):
                 group.vote("start", outcome(started, self._timeouts.transfer_s))
+
+    def _gather_bucket(
+        self, sync: int, bucket: int, slots: int, timer: StageTimer, updated: Future[None] | None
+    ) -> None:
+        """All ranks, collective: make full tensors for the worker beside each rank."""
+        stage, control = self._stage, self._control
+        assert control is not None
+        with self._group.together("gather"):
+            if bucket >= slots:
+                with timer.stage("wait", bucket):
+                    self._wait_for_slot(sync, bucket - slots + 1, updated)
+            with timer.stage("load", bucket), on_stream(self._stream):
+                stage.gatherer.load(bucket, stage.tensors)
+        with timer.stage("gather", bucket), on_stream(self._stream):
+            stage.gatherer.gather(bucket)
+            if self._verifier is not None:
+                self._verifier.digest(bucket)
+            if self._stream is None:
+                control.produce(sync, bucket + 1)
+            else:
+                event = self._event(bucket % slots)
+                event.record(self._stream)
+                self._gathering.append((bucket, event))
+        self._announce(sync)
+
+    def _share_bucket(
+        self, sync: int, bucket: int, slots: int, timer: StageTimer, updated: Future[None] | None
+    ) -> None:
+        """All ranks, collective: put this rank's chunks where all workers read them, and gather what can't be read so."""
+        stage, group, control = self._stage, self._group, self._control
+        assert control is not None
+        if bucket >= slots:
+            # Every rank's vote says that its own worker has read the slot, of all ranks.
+            with group.together("gather"), timer.stage("wait", bucket):
+                self._wait_for_slot(sync, bucket - slots + 1, updated)
+        local = stage.gatherer.is_local(bucket)
+        with group.together("gather"):
+            with timer.stage("load", bucket), on_stream(self._stream):
+                stage.gatherer.load(bucket, stage.tensors)
+            if local:
+                with timer.stage("gather", bucket):
+                    self._finish_on_device()
+        if not local:
+            with group.together("gather"), timer.stage("gather", bucket), on_stream(self._stream):
+                stage.gatherer.gather(bucket)
+                self._finish_on_device()
+        control.produce(sync, bucket + 1)
+
+    def _finish_on_device(self) -> None:
+        if self._stream is not None:
+            event = self._event(0)
+            event.record(self._stream)
+            self._await(event)
 
     def _announce(self, sync: int, *, wait: bool = False) -> None:
         """Tell the worker of every bucket that the device has finished by now; with `wait`, of all of them.
