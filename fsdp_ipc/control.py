@@ -10,6 +10,15 @@ The order of one sync, for `k` from 0:
 1. (trainer) fills bucket `k`, synchronises its stream, `produce(sync, k + 1)`
 2. (worker) `wait_produced(sync, k + 1)`, loads bucket `k`, `consume(sync, k + 1)`
 3. (trainer) `wait_consumed(sync, k + 1)` before it writes to the memory of bucket `k` again
+
+A worker learns the number of a sync from the update request, except where the sync goes like the one before: then the
+two sides agree on it here, and no request is needed. A worker loads only what was confirmed, and a trainer confirms
+only after every rank's worker has taken the offer, so that either all workers load without the request or none does:
+
+1. (trainer) `offer(sync)`: same plan and same allocations as last time; or `withdraw(sync)` where that is not so
+2. (worker) `wait_offered(sync)` for a moment, then `take(sync)`; or `decline(sync)` where no offer came in time
+3. (trainer) `wait_taken(sync)`; all ranks vote; `confirm(sync)`, or `withdraw(sync)` if a worker has not taken it
+4. (worker) `wait_confirmed(sync)`, then the order above; if it was withdrawn, the update request comes after all
 """
 
 from __future__ import annotations
@@ -18,18 +27,23 @@ import json
 import mmap
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_ipc import shm
 from fsdp_ipc.process import ProcessName, pid_namespace, start_time
 
-_MAGIC = 0x66736470_69706301  # "fsdpipc" and the version of this layout
+_T = TypeVar("_T")
+
+_MAGIC = 0x66736470_69706302  # "fsdpipc" and the version of this layout
 _HEADER_BYTES = 4096
 _MAX_TEXT_BYTES = 64 << 10
 _MAX_REPORT_BYTES = 1 << 20
 _MAX_U32 = (1 << 32) - 1
 _REPORT = 2  # word: length of the report, 0 while there is none
+_OFFERED, _CONFIRMED, _WITHDRAWN = 1, 2, 3  # what a trainer says of a sync that goes like the one before
+_TAKEN, _DECLINED = 1, 2  # what the worker says to that
 
 _SPIN_S = 50e-6
 _FIRST_SLEEP_S = 20e-6
@@ -78,6 +92,11 @@ class _Side:
     def closed(self) -> int:
         """Word: 1 once this side has closed the block."""
         return self.first_word + 5
+
+    @property
+    def repeat(self) -> int:
+        """Word `sync << 32 | what this side says`, of a sync that goes like the one before."""
+        return self.first_word + 6
 
 
 # Each side's words begin on a cache line of their own.
@@ -155,6 +174,7 @@ class ControlBlock:
         words[own.progress] = 0
         words[own.failed] = 0
         words[own.closed] = 0
+        words[own.repeat] = 0
         words[own.start_time], words[own.namespace] = start_time(os.getpid()) or 0, pid_namespace()
         words[own.pid] = os.getpid()
 
@@ -176,6 +196,31 @@ class ControlBlock:
         """
         self._wait(_WORKER, sync, count, timeout_s, "consumed")
 
+    def offer(self, sync: int) -> None:
+        """Say that this sync goes like the one before: same plan, same allocations (the trainer)."""
+        self._say(_TRAINER, sync, _OFFERED)
+
+    def confirm(self, sync: int) -> None:
+        """Let the worker load the sync that it has taken (the trainer, after all ranks have heard that theirs has)."""
+        self._say(_TRAINER, sync, _CONFIRMED)
+
+    def withdraw(self, sync: int) -> None:
+        """Say that this sync takes an update request (the trainer)."""
+        self._say(_TRAINER, sync, _WITHDRAWN)
+
+    def wait_taken(self, sync: int, timeout_s: float) -> bool | None:
+        """Wait until the worker has taken or declined the offer (the trainer).
+
+        Returns:
+            Whether it has taken it; None if it had not said within `timeout_s` seconds.
+
+        Raises:
+            PeerError: The worker failed this sync, closed the block, or died.
+        """
+        self._check_side(_TRAINER)
+        word = self._until(_WORKER, sync, lambda: self._said(_WORKER, sync), timeout_s)
+        return None if word is None else word == _TAKEN
+
     # Worker side
 
     def consume(self, sync: int, count: int) -> None:
@@ -193,6 +238,46 @@ class ControlBlock:
             TimeoutError: It took longer than `timeout_s` seconds.
         """
         self._wait(_TRAINER, sync, count, timeout_s, "produced")
+
+    def wait_offered(self, sync: int, timeout_s: float) -> bool:
+        """Wait for a moment whether the trainer offers this sync; a trainer that is gone offers nothing (the worker)."""
+        self._check_side(_WORKER)
+        try:
+            return self._until(_TRAINER, sync, lambda: self._said(_TRAINER, sync), timeout_s) == _OFFERED
+        except PeerError:
+            return False
+
+    def take(self, sync: int) -> None:
+        """Take the offer: the sync will be loaded as soon as it is confirmed (the worker)."""
+        self._say(_WORKER, sync, _TAKEN)
+
+    def decline(self, sync: int) -> None:
+        """Say that no offer of this sync will be taken any more (the worker)."""
+        self._say(_WORKER, sync, _DECLINED)
+
+    def wait_confirmed(self, sync: int, timeout_s: float) -> bool:
+        """Wait until the trainer confirms or withdraws the sync that was taken (the worker).
+
+        Returns:
+            Whether it was confirmed.
+
+        Raises:
+            PeerError: The trainer failed this sync, closed the block, or died.
+            TimeoutError: It took longer than `timeout_s` seconds.
+        """
+        self._check_side(_WORKER)
+
+        def decided() -> int | None:
+            said = self._said(_TRAINER, sync)
+            return None if said == _OFFERED else said
+
+        found = self._until(_TRAINER, sync, decided, timeout_s)
+        if found is None:
+            raise TimeoutError(
+                f"waited {timeout_s:g} s for the trainer ({self._who(_TRAINER)}) to confirm sync {sync}; is another of "
+                "its ranks stuck, or is the time-out too short?"
+            )
+        return found == _CONFIRMED
 
     # Both sides
 
@@ -286,40 +371,66 @@ class ControlBlock:
         # No fence: on CUDA the caller's stream synchronisation is one, and CPU copies end microseconds before.
         self._words[side.progress] = word
 
+    def _say(self, side: _Side, sync: int, what: int) -> None:
+        self._check_side(side)
+        self._words[side.repeat] = _progress(sync, what)
+
+    def _said(self, side: _Side, sync: int) -> int | None:
+        word = self._words[side.repeat]
+        return word & _MAX_U32 if word >> 32 == sync else None
+
     def _wait(self, peer: _Side, sync: int, count: int, timeout_s: float, verb: str) -> None:
         self._check_side(_WORKER if peer is _TRAINER else _TRAINER)
         target = _progress(sync, count)
+        words = self._words
+
+        def reached() -> bool | None:
+            word = words[peer.progress]
+            if word >> 32 > sync:
+                raise PeerError(f"the {peer.name} has gone on: {_spell(word)}, waited for {_spell(target)}")
+            return True if word >> 32 == sync and word >= target else None
+
+        if self._until(peer, sync, reached, timeout_s) is None:
+            raise TimeoutError(
+                f"waited {timeout_s:g} s for {_spell(target)} to be {verb} by the {peer.name} "
+                f"({self._who(peer)}), which is at {_spell(words[peer.progress])}; is it stuck, or is the time-out too "
+                "short?"
+            )
+
+    def _until(self, peer: _Side, sync: int, look: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        """Look until there is something to see; None when the time is over.
+
+        Raises:
+            PeerError: The other side failed this sync, closed the block, or died.
+        """
         words = self._words
         begin = time.monotonic()
         look_at = begin + _LIVENESS_S
         sleep_s = 0.0
         while True:
+            closed = words[peer.closed]  # before the look: its last word came before that
             # Failure first: what a failed side had said before is not to be used any more.
             if words[peer.failed] and words[peer.failed] >> 32 == sync:
                 raise PeerError(self._failure_text(peer))
-            word = words[peer.progress]
-            if word >> 32 == sync and word >= target:
-                return
-            if word >> 32 > sync:
-                raise PeerError(f"the {peer.name} has gone on: {_spell(word)}, waited for {_spell(target)}")
-            if words[peer.closed]:
-                if words[peer.progress] != word:
-                    continue  # it said its last word between the two looks
+            if (found := look()) is not None:
+                return found
+            if closed:
                 why = (
                     ": another trainer has connected to its server, or that was stopped; a send connects anew"
                     if peer is _WORKER
                     else ""
                 )
-                raise PeerError(f"the {peer.name} closed the control block at {_spell(word)}{why}")
+                raise PeerError(
+                    f"the {peer.name} closed the control block at {_spell(words[peer.progress])}{why}"
+                )
             now = time.monotonic()
             if now - begin >= timeout_s:
-                raise TimeoutError(
-                    f"waited {timeout_s:g} s for {_spell(target)} to be {verb} by the {peer.name} "
-                    f"({self._who(peer)}), which is at {_spell(word)}; is it stuck, or is the time-out too short?"
-                )
+                return None
             if now >= look_at:
                 if not self._alive(peer):
-                    raise PeerError(f"the {peer.name} ({self._who(peer)}) died at {_spell(word)}")
+                    raise PeerError(
+                        f"the {peer.name} ({self._who(peer)}) died at {_spell(words[peer.progress])}"
+                    )
                 look_at = now + _LIVENESS_S
             if now - begin >= _SPIN_S:
                 longest = _SHORT_SLEEP_S if now - begin < _BRISK_S else _LAST_SLEEP_S

@@ -1,8 +1,10 @@
 """The engine that vLLM runs in each worker: it takes a sync's tensors out of the memory of the trainer rank beside it.
 
 vLLM calls `init_transfer_engine` once a session, then `start_weight_update`, `update_weights` and
-`finish_weight_update` for each sync. While `update_weights` runs, trainer rank and worker talk to each other through
-their control block alone: the trainer says how many buckets are complete, the worker how many it has read.
+`finish_weight_update` for each sync. While a sync is loaded, trainer rank and worker talk to each other through their
+control block alone: the trainer says how many buckets are complete, the worker how many it has read. A sync is loaded in
+`update_weights`, which brings what the worker has to know; or, where it goes like the one before, in
+`start_weight_update` already, as the control block's text tells. Each is one call, so no step of the model runs between.
 Works with vLLM 0.26 to 0.33, on CUDA and on CPU.
 """
 
@@ -13,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -43,6 +45,9 @@ logger = logging.getLogger(__name__)
 TOKEN_ENV = "FSDP_IPC_TOKEN"
 MAX_PLANS = 8
 
+OFFER_S = 0.01
+"""How long a start waits whether the trainer offers a sync like the last one; the server does nothing else meanwhile."""
+
 
 class UpdateAbortedError(RuntimeError):
     """The trainer asked for the open update to be dropped. Raised so that vLLM closes its update session too."""
@@ -61,6 +66,8 @@ class _Session:
     handles: tuple[IpcHandle, ...] = ()
     buffers: list[OpenedBuffer] = field(default_factory=list)
     last_sync: int = 0
+    repeatable: UpdateInfo | None = None
+    """What the last sync was, if it went well and the next one can go like it."""
 
     @property
     def device(self) -> str:
@@ -70,6 +77,7 @@ class _Session:
     def close_buffers(self) -> None:
         for plan in self.plans.values():
             plan.views = None
+        self.repeatable = None
         buffers, self.buffers, self.handles, self.epoch = self.buffers, [], (), None
         for buffer in buffers:
             buffer.close()
@@ -88,10 +96,11 @@ class _KnownPlan:
 
 @dataclass
 class _Update:
-    """One sync between `update_weights` and `finish_weight_update`."""
+    """One sync between the call that loads it and `finish_weight_update`."""
 
     sync: int
     loader: WeightLoader
+    repeatable: UpdateInfo | None = None
     verified_buckets: list[list[TensorRow]] | None = None
     """What the trainer left digests of, if it did."""
     open_s: float = 0.0
@@ -169,10 +178,12 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         )
 
     def start_weight_update(self) -> None:
-        """Check that a session is open and the model whole; data comes with `update_weights`.
+        """Check that a session is open and the model whole; load at once what the trainer offers.
 
         Raises:
             ValueError: No handshake came before.
+            TimeoutError: What was offered did not come in time.
+            PeerError: The trainer rank failed or its process is gone.
         """
         if self._session is None:
             raise ValueError(
@@ -183,6 +194,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             self._loader = self._make_loader()
         # What somebody else's failed reload left half-open is found by the loader's own start.
         self._loader.abort()
+        self._receive_offered(self._session)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one sync. Returns after the last bucket has been read."""
@@ -230,6 +242,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update.sync, error)
         self._update = None
+        session.repeatable = update.repeatable
         update.load_s += time.monotonic() - began - (verified.seconds if verified is not None else 0.0)
         session.control.write_report(_sync_report(update, counts, verified))
 
@@ -252,6 +265,19 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
 
     # One sync.
 
+    def _receive_offered(self, session: _Session) -> None:
+        """Receive a sync that goes like the last one, without a request, if the trainer offers it within a moment."""
+        control, sync, last = session.control, session.last_sync + 1, session.repeatable
+        if last is None or not control.wait_offered(sync, OFFER_S):
+            control.decline(sync)
+            return
+        try:
+            control.take(sync)
+            if control.wait_confirmed(sync, session.timeout_s):
+                self._receive(session, replace(last, sync=sync))
+        except BaseException as error:  # noqa: BLE001  raised again there
+            self._fail(session, sync, error)
+
     def _receive(self, session: _Session, info: UpdateInfo) -> None:
         if info.sync <= session.last_sync:
             raise ValueError(
@@ -259,13 +285,15 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             )
         if self._update is not None:
             self._abort_update()
-        session.last_sync = info.sync
+        session.last_sync, session.repeatable = info.sync, None
         plan = self._known_plan(session, info)
         views = self._views(session, info, plan)
         if self._loader is None or self._loader.model is not self.model:
             self._loader = self._make_loader()
         self._loader.examined, self._loader.casts = plan.examined, plan.casts
         update = self._update = _Update(sync=info.sync, loader=self._loader)
+        if plan.packed and info.digests is None:
+            update.repeatable = replace(info, plan=None, allocations=None)
         if info.digests is not None:
             update.verified_buckets = plan.buckets
             if info.digests:
@@ -352,6 +380,8 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
     def _abort_update(self) -> None:
         """Drop an open update and make the model's structure whole, whoever left it so."""
         self._update = None
+        if self._session is not None:
+            self._session.repeatable = None
         if self._loader is None:
             self._loader = self._make_loader()
         self._loader.abort()
