@@ -56,6 +56,78 @@ def in_thread(fn, *args):
     return join
 
 
+# A sync like the one before
+
+
+def test_an_offer_is_taken_and_confirmed(trainer, worker):
+    assert not worker.wait_offered(3, 0.01)
+    trainer.offer(3)
+    assert worker.wait_offered(3, 1)
+    assert trainer.wait_taken(3, 0.01) is None
+    worker.take(3)
+    assert trainer.wait_taken(3, 1) is True
+    with pytest.raises(TimeoutError, match="to confirm sync 3; is another of its ranks stuck"):
+        worker.wait_confirmed(3, 0.01)
+    trainer.confirm(3)
+    assert worker.wait_confirmed(3, 1)
+
+
+def test_an_offer_holds_for_its_own_sync_only(trainer, worker):
+    trainer.offer(3)
+    worker.take(3)
+    trainer.confirm(3)
+    assert not worker.wait_offered(4, 0.01)
+    trainer.offer(4)
+    assert trainer.wait_taken(4, 0.01) is None
+    assert worker.wait_offered(4, 1)
+    with pytest.raises(TimeoutError):
+        worker.wait_confirmed(4, 0.01)
+
+
+def test_what_is_withdrawn_or_declined_is_known_at_once(trainer, worker):
+    trainer.withdraw(2)
+    began = time.monotonic()
+    assert not worker.wait_offered(2, 10)
+    worker.decline(2)
+    trainer.offer(2)
+    assert trainer.wait_taken(2, 10) is False
+    trainer.offer(3)
+    worker.take(3)
+    trainer.withdraw(3)
+    assert not worker.wait_confirmed(3, 10)
+    assert time.monotonic() - began < 5
+
+
+def test_a_worker_that_has_taken_an_offer_hears_that_the_trainer_failed(trainer, worker):
+    trainer.offer(2)
+    worker.take(2)
+    trainer.fail(2, "lost a rank")
+    with pytest.raises(PeerError, match="lost a rank"):
+        worker.wait_confirmed(2, 10)
+
+
+def test_nobody_offers_or_takes_who_is_gone(trainer):
+    worker = ControlBlock.open(trainer.name)
+    worker.take(2)
+    worker.close()
+    assert trainer.wait_taken(2, 10) is True
+    with pytest.raises(PeerError, match="the worker closed the control block"):
+        trainer.wait_taken(3, 10)
+    worker = ControlBlock.open(trainer.name)
+    assert trainer.wait_taken(2, 0.01) is None, "a worker that opens it again has taken nothing"
+    trainer.close()
+    assert not worker.wait_offered(3, 10)
+    with pytest.raises(PeerError, match="the trainer closed the control block"):
+        worker.wait_confirmed(3, 10)
+    worker.close()
+
+
+def test_each_side_says_its_own_part(trainer, worker):
+    for call in (worker.offer, worker.confirm, worker.withdraw, trainer.take, trainer.decline):
+        with pytest.raises(ValueError, match=r"this is for the (trainer|worker)"):
+            call(1)
+
+
 # Progress
 
 
