@@ -216,6 +216,25 @@ def test_a_failure_while_loading_in_start_is_told_and_leaves_a_whole_model(
         _assert_serves(served, 3)
 
 
+@pytest.mark.parametrize("offered", [False, True])
+def test_what_a_trainer_gave_up_during_the_last_read_does_not_count(
+    served: dict[str, Any], engine: Any, offered: bool
+) -> None:
+    """It may write to its memory again, and the finish of a sync that was offered may be at the server already."""
+    with HandTrainer(EngineRoutes(engine)) as trainer:
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=1))
+        engine._synchronize = lambda: trainer.controls[0].fail(trainer.sync, "gave up")
+        with pytest.raises(PeerError, match="gave up"):
+            trainer.send(packed_layout(_named(served, 3), num_buckets=1), offered=offered)
+        with pytest.raises(RuntimeError, match="without a matching start"):
+            trainer.routes.finish("late")
+        del engine._synchronize
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 3), num_buckets=1))
+        _assert_serves(served, 3)
+
+
 def test_unpacked_gives_what_a_fresh_load_gives(served: dict[str, Any], engine: Any) -> None:
     with HandTrainer(EngineRoutes(engine)) as trainer:
         trainer.connect()

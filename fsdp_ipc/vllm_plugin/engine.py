@@ -313,6 +313,8 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
                 # The trainer may overwrite the bucket as soon as it is consumed, so nothing may still be reading it.
                 self._synchronize()
             session.control.consume(info.sync, bucket + 1)
+        # A trainer that gave up while this worker was slow may write to its memory again, and the finish may be queued.
+        session.control.wait_produced(info.sync, len(views), session.timeout_s)
         update.load_s = time.monotonic() - began - update.wait_s
 
     def _verify(self, session: _Session, update: _Update) -> VerifyCounts | None:
