@@ -10,6 +10,15 @@ The order of one sync, for `k` from 0:
 1. (trainer) fills bucket `k`, synchronises its stream, `produce(sync, k + 1)`
 2. (worker) `wait_produced(sync, k + 1)`, loads bucket `k`, `consume(sync, k + 1)`
 3. (trainer) `wait_consumed(sync, k + 1)` before it writes to the memory of bucket `k` again
+
+A worker learns the number of a sync from the update request, except where the sync goes like the one before: then the
+two sides agree on it here, and no request is needed. A worker loads only what was confirmed, and a trainer confirms
+only after every rank's worker has taken the offer, so that either all workers load without the request or none does:
+
+1. (trainer) `offer(sync)`: same plan and same allocations as last time; or `withdraw(sync)` where that is not so
+2. (worker) `wait_offered(sync)` for a moment, then `take(sync)`; or `decline(sync)` where no offer came in time
+3. (trainer) `wait_taken(sync)`; all ranks vote; `confirm(sync)`, or `withdraw(sync)` if a worker has not taken it
+4. (worker) `wait_confirmed(sync)`, then the order above; if it was withdrawn, the update request comes after all
 """
 
 from __future__ import annotations
@@ -18,18 +27,32 @@ import json
 import mmap
 import os
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fsdp_ipc import shm
+from fsdp_ipc.control_layout import (
+    FILE_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_REPORT_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_U32,
+    REPORT,
+    REPORT_OFFSET,
+    TRAINER,
+    WORKER,
+    Side,
+    check_u32,
+    progress_word,
+    spell,
+)
 from fsdp_ipc.process import ProcessName, pid_namespace, start_time
 
-_MAGIC = 0x66736470_69706301  # "fsdpipc" and the version of this layout
-_HEADER_BYTES = 4096
-_MAX_TEXT_BYTES = 64 << 10
-_MAX_REPORT_BYTES = 1 << 20
-_MAX_U32 = (1 << 32) - 1
-_REPORT = 2  # word: length of the report, 0 while there is none
+_T = TypeVar("_T")
+
+_OFFERED, _CONFIRMED, _WITHDRAWN = 1, 2, 3  # what a trainer says of a sync that goes like the one before
+_TAKEN, _DECLINED = 1, 2  # what the worker says to that
 
 _SPIN_S = 50e-6
 _FIRST_SLEEP_S = 20e-6
@@ -39,52 +62,6 @@ _BRISK_S = 0.1
 """So long a wait looks every `_SHORT_SLEEP_S`: a bucket takes milliseconds, and a late look is lost at each of them."""
 
 _LIVENESS_S = 0.2
-
-
-@dataclass(frozen=True)
-class _Side:
-    """Where one side keeps its words (8-byte indices) and the text of its failure (byte offset)."""
-
-    name: str
-    first_word: int
-    text_offset: int
-
-    @property
-    def progress(self) -> int:
-        """Word `sync << 32 | count`."""
-        return self.first_word
-
-    @property
-    def failed(self) -> int:
-        """Word `sync << 32 | bytes of the text`, 0 without a failure."""
-        return self.first_word + 1
-
-    @property
-    def pid(self) -> int:
-        """Word: process id, 0 while this side has not opened the block."""
-        return self.first_word + 2
-
-    @property
-    def start_time(self) -> int:
-        """Word: when the process began, which tells it from a later one with the same id."""
-        return self.first_word + 3
-
-    @property
-    def namespace(self) -> int:
-        """Word: the PID namespace in which the process id holds."""
-        return self.first_word + 4
-
-    @property
-    def closed(self) -> int:
-        """Word: 1 once this side has closed the block."""
-        return self.first_word + 5
-
-
-# Each side's words begin on a cache line of their own.
-_TRAINER = _Side("trainer", 8, _HEADER_BYTES)
-_WORKER = _Side("worker", 16, _HEADER_BYTES + _MAX_TEXT_BYTES)
-_REPORT_OFFSET = _HEADER_BYTES + 2 * _MAX_TEXT_BYTES
-_FILE_BYTES = _REPORT_OFFSET + _MAX_REPORT_BYTES
 
 
 class PeerError(RuntimeError):
@@ -98,14 +75,14 @@ class ControlBlock:
         name: Name of the file, which is what travels to the worker.
     """
 
-    def __init__(self, name: str, fd: int, own: _Side, peer: _Side, file: shm.SharedFile | None) -> None:
+    def __init__(self, name: str, fd: int, own: Side, peer: Side, file: shm.SharedFile | None) -> None:
         self.name = name
         self._own = own
         self._peer = peer
         self._file = file
-        self._map = mmap.mmap(fd, _FILE_BYTES)
+        self._map = mmap.mmap(fd, FILE_BYTES)
         self._bytes = memoryview(self._map)
-        self._words = self._bytes[:_HEADER_BYTES].cast("Q")
+        self._words = self._bytes[:HEADER_BYTES].cast("Q")
         self._closed = False
 
     @classmethod
@@ -115,14 +92,14 @@ class ControlBlock:
         Raises:
             MemoryError: `/dev/shm` is full.
         """
-        file = shm.create(_FILE_BYTES, suffix=".ctl")
+        file = shm.create(FILE_BYTES, suffix=".ctl")
         try:
-            block = cls(file.name, file.fd, _TRAINER, _WORKER, file)
+            block = cls(file.name, file.fd, TRAINER, WORKER, file)
         except BaseException:
             file.close()
             raise
         block._introduce()
-        block._words[0] = _MAGIC
+        block._words[0] = MAGIC
         return block
 
     @classmethod
@@ -136,17 +113,17 @@ class ControlBlock:
             PermissionError: The file belongs to another user or is open to others.
             FileNotFoundError: There is no such file on this side.
         """
-        fd = shm.open_checked(name, shm.CONTROL_NAME, _FILE_BYTES)
+        fd = shm.open_checked(name, shm.CONTROL_NAME, FILE_BYTES)
         try:
-            block = cls(name, fd, _WORKER, _TRAINER, None)
+            block = cls(name, fd, WORKER, TRAINER, None)
         finally:
             os.close(fd)
-        if block._words[0] != _MAGIC:
+        if block._words[0] != MAGIC:
             block._unmap()
             raise ValueError(
                 f"{name} is not a control block of this release; install one release on both sides"
             )
-        block._words[_REPORT] = 0
+        block._words[REPORT] = 0
         block._introduce()
         return block
 
@@ -155,6 +132,7 @@ class ControlBlock:
         words[own.progress] = 0
         words[own.failed] = 0
         words[own.closed] = 0
+        words[own.repeat] = 0
         words[own.start_time], words[own.namespace] = start_time(os.getpid()) or 0, pid_namespace()
         words[own.pid] = os.getpid()
 
@@ -165,7 +143,7 @@ class ControlBlock:
 
         On CUDA the caller has synchronised the stream that wrote them.
         """
-        self._advance(_TRAINER, sync, count)
+        self._advance(TRAINER, sync, count)
 
     def wait_consumed(self, sync: int, count: int, timeout_s: float) -> None:
         """Wait until the worker no longer reads buckets 0 to `count - 1` of this sync (the trainer).
@@ -174,7 +152,32 @@ class ControlBlock:
             PeerError: The worker failed this sync, went on without us, closed the block, or died.
             TimeoutError: It took longer than `timeout_s` seconds.
         """
-        self._wait(_WORKER, sync, count, timeout_s, "consumed")
+        self._wait(WORKER, sync, count, timeout_s, "consumed")
+
+    def offer(self, sync: int) -> None:
+        """Say that this sync goes like the one before: same plan, same allocations (the trainer)."""
+        self._say(TRAINER, sync, _OFFERED)
+
+    def confirm(self, sync: int) -> None:
+        """Let the worker load the sync that it has taken (the trainer, after all ranks have heard that theirs has)."""
+        self._say(TRAINER, sync, _CONFIRMED)
+
+    def withdraw(self, sync: int) -> None:
+        """Say that this sync takes an update request (the trainer)."""
+        self._say(TRAINER, sync, _WITHDRAWN)
+
+    def wait_taken(self, sync: int, timeout_s: float) -> bool | None:
+        """Wait until the worker has taken or declined the offer (the trainer).
+
+        Returns:
+            Whether it has taken it; None if it had not said within `timeout_s` seconds.
+
+        Raises:
+            PeerError: The worker failed this sync, closed the block, or died.
+        """
+        self._check_side(TRAINER)
+        word = self._until(WORKER, sync, lambda: self._said(WORKER, sync), timeout_s)
+        return None if word is None else word == _TAKEN
 
     # Worker side
 
@@ -183,7 +186,7 @@ class ControlBlock:
 
         On CUDA the caller has synchronised the stream that read them.
         """
-        self._advance(_WORKER, sync, count)
+        self._advance(WORKER, sync, count)
 
     def wait_produced(self, sync: int, count: int, timeout_s: float) -> None:
         """Wait until buckets 0 to `count - 1` of this sync are complete in memory (the worker).
@@ -192,7 +195,47 @@ class ControlBlock:
             PeerError: The trainer failed this sync, went on without us, closed the block, or died.
             TimeoutError: It took longer than `timeout_s` seconds.
         """
-        self._wait(_TRAINER, sync, count, timeout_s, "produced")
+        self._wait(TRAINER, sync, count, timeout_s, "produced")
+
+    def wait_offered(self, sync: int, timeout_s: float) -> bool:
+        """Wait for a moment whether the trainer offers this sync; a trainer that is gone offers nothing (the worker)."""
+        self._check_side(WORKER)
+        try:
+            return self._until(TRAINER, sync, lambda: self._said(TRAINER, sync), timeout_s) == _OFFERED
+        except PeerError:
+            return False
+
+    def take(self, sync: int) -> None:
+        """Take the offer: the sync will be loaded as soon as it is confirmed (the worker)."""
+        self._say(WORKER, sync, _TAKEN)
+
+    def decline(self, sync: int) -> None:
+        """Say that no offer of this sync will be taken any more (the worker)."""
+        self._say(WORKER, sync, _DECLINED)
+
+    def wait_confirmed(self, sync: int, timeout_s: float) -> bool:
+        """Wait until the trainer confirms or withdraws the sync that was taken (the worker).
+
+        Returns:
+            Whether it was confirmed.
+
+        Raises:
+            PeerError: The trainer failed this sync, closed the block, or died.
+            TimeoutError: It took longer than `timeout_s` seconds.
+        """
+        self._check_side(WORKER)
+
+        def decided() -> int | None:
+            said = self._said(TRAINER, sync)
+            return None if said == _OFFERED else said
+
+        found = self._until(TRAINER, sync, decided, timeout_s)
+        if found is None:
+            raise TimeoutError(
+                f"waited {timeout_s:g} s for the trainer ({self._who(TRAINER)}) to confirm sync {sync}; is another of "
+                "its ranks stuck, or is the time-out too short?"
+            )
+        return found == _CONFIRMED
 
     # Both sides
 
@@ -202,11 +245,11 @@ class ControlBlock:
         The first failure of a sync is kept, a later one of the same sync is dropped. Texts over 64 KiB are cut.
         """
         self._check_open()
-        _check_u32("sync", sync)
+        check_u32("sync", sync)
         words, own = self._words, self._own
         if words[own.failed] and words[own.failed] >> 32 == sync:
             return
-        data = (text or "no reason given").encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+        data = (text or "no reason given").encode("utf-8", "replace")[:MAX_TEXT_BYTES]
         self._bytes[own.text_offset : own.text_offset + len(data)] = data
         words[own.failed] = sync << 32 | len(data)
 
@@ -220,13 +263,13 @@ class ControlBlock:
             ValueError: It is larger, or holds NaN or infinity.
             TypeError: It is not plain JSON.
         """
-        self._check_side(_WORKER)
+        self._check_side(WORKER)
         data = json.dumps(report, allow_nan=False, separators=(",", ":")).encode()
-        if len(data) > _MAX_REPORT_BYTES:
-            raise ValueError(f"the report has {len(data)} bytes; at most {_MAX_REPORT_BYTES} fit")
-        self._words[_REPORT] = 0
-        self._bytes[_REPORT_OFFSET : _REPORT_OFFSET + len(data)] = data
-        self._words[_REPORT] = len(data)
+        if len(data) > MAX_REPORT_BYTES:
+            raise ValueError(f"the report has {len(data)} bytes; at most {MAX_REPORT_BYTES} fit")
+        self._words[REPORT] = 0
+        self._bytes[REPORT_OFFSET : REPORT_OFFSET + len(data)] = data
+        self._words[REPORT] = len(data)
 
     def read_report(self) -> dict[str, Any] | None:
         """Return the worker's latest report, None while there is none (the trainer).
@@ -236,14 +279,14 @@ class ControlBlock:
         Raises:
             ValueError: What the worker left is not a JSON object.
         """
-        self._check_side(_TRAINER)
-        length = self._words[_REPORT]
+        self._check_side(TRAINER)
+        length = self._words[REPORT]
         if length == 0:
             return None
-        if length > _MAX_REPORT_BYTES:
-            raise ValueError(f"the worker's report claims {length} bytes; at most {_MAX_REPORT_BYTES} fit")
+        if length > MAX_REPORT_BYTES:
+            raise ValueError(f"the worker's report claims {length} bytes; at most {MAX_REPORT_BYTES} fit")
         try:
-            report = json.loads(bytes(self._bytes[_REPORT_OFFSET : _REPORT_OFFSET + length]))
+            report = json.loads(bytes(self._bytes[REPORT_OFFSET : REPORT_OFFSET + length]))
         except ValueError as error:
             raise ValueError(f"the worker's report is not JSON: {error}") from error
         if not isinstance(report, dict):
@@ -269,90 +312,101 @@ class ControlBlock:
         if self._closed:
             raise ValueError(f"the control block {self.name} is closed")
 
-    def _check_side(self, side: _Side) -> None:
+    def _check_side(self, side: Side) -> None:
         self._check_open()
         if self._own is not side:
             raise ValueError(
                 f"this is for the {side.name}; the control block is held by the {self._own.name}"
             )
 
-    def _advance(self, side: _Side, sync: int, count: int) -> None:
+    def _advance(self, side: Side, sync: int, count: int) -> None:
         self._check_side(side)
-        word = _progress(sync, count)
+        word = progress_word(sync, count)
         if word < self._words[side.progress]:
             raise ValueError(
-                f"progress goes forward only: {_spell(self._words[side.progress])} was said, now {_spell(word)}"
+                f"progress goes forward only: {spell(self._words[side.progress])} was said, now {spell(word)}"
             )
         # No fence: on CUDA the caller's stream synchronisation is one, and CPU copies end microseconds before.
         self._words[side.progress] = word
 
-    def _wait(self, peer: _Side, sync: int, count: int, timeout_s: float, verb: str) -> None:
-        self._check_side(_WORKER if peer is _TRAINER else _TRAINER)
-        target = _progress(sync, count)
+    def _say(self, side: Side, sync: int, what: int) -> None:
+        self._check_side(side)
+        self._words[side.repeat] = progress_word(sync, what)
+
+    def _said(self, side: Side, sync: int) -> int | None:
+        word = self._words[side.repeat]
+        return word & MAX_U32 if word >> 32 == sync else None
+
+    def _wait(self, peer: Side, sync: int, count: int, timeout_s: float, verb: str) -> None:
+        self._check_side(WORKER if peer is TRAINER else TRAINER)
+        target = progress_word(sync, count)
+        words = self._words
+
+        def reached() -> bool | None:
+            word = words[peer.progress]
+            if word >> 32 > sync:
+                raise PeerError(f"the {peer.name} has gone on: {spell(word)}, waited for {spell(target)}")
+            return True if word >> 32 == sync and word >= target else None
+
+        if self._until(peer, sync, reached, timeout_s) is None:
+            raise TimeoutError(
+                f"waited {timeout_s:g} s for {spell(target)} to be {verb} by the {peer.name} "
+                f"({self._who(peer)}), which is at {spell(words[peer.progress])}; is it stuck, or is the time-out too "
+                "short?"
+            )
+
+    def _until(self, peer: Side, sync: int, look: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        """Look until there is something to see; None when the time is over.
+
+        Raises:
+            PeerError: The other side failed this sync, closed the block, or died.
+        """
         words = self._words
         begin = time.monotonic()
         look_at = begin + _LIVENESS_S
         sleep_s = 0.0
         while True:
+            closed = words[peer.closed]  # before the look: its last word came before that
             # Failure first: what a failed side had said before is not to be used any more.
             if words[peer.failed] and words[peer.failed] >> 32 == sync:
                 raise PeerError(self._failure_text(peer))
-            word = words[peer.progress]
-            if word >> 32 == sync and word >= target:
-                return
-            if word >> 32 > sync:
-                raise PeerError(f"the {peer.name} has gone on: {_spell(word)}, waited for {_spell(target)}")
-            if words[peer.closed]:
-                if words[peer.progress] != word:
-                    continue  # it said its last word between the two looks
+            if (found := look()) is not None:
+                return found
+            if closed:
                 why = (
                     ": another trainer has connected to its server, or that was stopped; a send connects anew"
-                    if peer is _WORKER
+                    if peer is WORKER
                     else ""
                 )
-                raise PeerError(f"the {peer.name} closed the control block at {_spell(word)}{why}")
+                raise PeerError(
+                    f"the {peer.name} closed the control block at {spell(words[peer.progress])}{why}"
+                )
             now = time.monotonic()
             if now - begin >= timeout_s:
-                raise TimeoutError(
-                    f"waited {timeout_s:g} s for {_spell(target)} to be {verb} by the {peer.name} "
-                    f"({self._who(peer)}), which is at {_spell(word)}; is it stuck, or is the time-out too short?"
-                )
+                return None
             if now >= look_at:
                 if not self._alive(peer):
-                    raise PeerError(f"the {peer.name} ({self._who(peer)}) died at {_spell(word)}")
+                    raise PeerError(
+                        f"the {peer.name} ({self._who(peer)}) died at {spell(words[peer.progress])}"
+                    )
                 look_at = now + _LIVENESS_S
             if now - begin >= _SPIN_S:
                 longest = _SHORT_SLEEP_S if now - begin < _BRISK_S else _LAST_SLEEP_S
                 sleep_s = min(max(_FIRST_SLEEP_S, 1.5 * sleep_s), longest)
                 time.sleep(sleep_s)
 
-    def _failure_text(self, peer: _Side) -> str:
-        length = min(self._words[peer.failed] & _MAX_U32, _MAX_TEXT_BYTES)
+    def _failure_text(self, peer: Side) -> str:
+        length = min(self._words[peer.failed] & MAX_U32, MAX_TEXT_BYTES)
         return bytes(self._bytes[peer.text_offset : peer.text_offset + length]).decode("utf-8", "replace")
 
-    def _who(self, peer: _Side) -> str:
+    def _who(self, peer: Side) -> str:
         pid = self._words[peer.pid]
         return f"pid {pid}" if pid else "it has not opened the control block"
 
-    def _alive(self, peer: _Side) -> bool:
+    def _alive(self, peer: Side) -> bool:
         words = self._words
         pid, namespace = words[peer.pid], words[peer.namespace]
         # A process id of another PID namespace says nothing here; then only the time-out ends a wait.
         if pid == 0 or namespace == 0 or namespace != pid_namespace():
             return True
         return not ProcessName("", namespace, pid, words[peer.start_time]).is_dead()
-
-
-def _check_u32(what: str, value: int) -> None:
-    if type(value) is not int or not 0 <= value <= _MAX_U32:
-        raise ValueError(f"expected {what} as an integer from 0 to {_MAX_U32}, got {value!r}")
-
-
-def _progress(sync: int, count: int) -> int:
-    _check_u32("sync", sync)
-    _check_u32("count", count)
-    return sync << 32 | count
-
-
-def _spell(word: int) -> str:
-    return f"bucket count {word & _MAX_U32} of sync {word >> 32}"

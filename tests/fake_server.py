@@ -88,6 +88,8 @@ class FakeServer:
         self._violations: list[str] = []
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.Lock()
+        # vLLM's engine does one call after the other: a finish that comes while a start runs waits for it.
+        self._engine = threading.Lock()
         self.closing = threading.Event()
         self._http = _Server(("127.0.0.1", port), _handler(self))
         self._thread = threading.Thread(
@@ -240,6 +242,10 @@ class FakeServer:
         return {"message": "Weight transfer initialized"}
 
     def _do_start_weight_update(self, query: Any, body: Any) -> Any:
+        with self._engine:
+            return self._start(body)
+
+    def _start(self, body: Any) -> Any:
         if self.dialect.start_takes_body and not isinstance(body, dict):
             raise _HttpError(400, "Invalid JSON format")
         self._need_backend()
@@ -280,6 +286,10 @@ class FakeServer:
         return {"message": "Weights updated"}
 
     def _do_finish_weight_update(self, query: Any, body: Any) -> Any:
+        with self._engine:
+            return self._finish(body)
+
+    def _finish(self, body: Any) -> Any:
         self._need_backend()
         if not self.active:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update.")

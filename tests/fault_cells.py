@@ -74,7 +74,10 @@ class Cell:
             return {"kind": self.kind, "worker": self.rank}
         route = {
             "start": "/start_weight_update",
-            "update": "/update_weights",
+            # Over our wire a later send has no such request: the workers load in start.
+            "update": "/start_weight_update"
+            if self.wire == "fsdp_ipc" and self.warm and self.packed
+            else "/update_weights",
             "finish": "/finish_weight_update",
         }
         second = self.step == "update" and self.wire == "ipc" and self.packed

@@ -140,23 +140,39 @@ class HandTrainer:
         version: str | None = None,
         before_bucket: Callable[[int], object] | None = None,
         finish: bool = True,
+        offered: bool = False,
+        queue_finish: bool = False,
     ) -> list[dict[str, Any] | None]:
-        """One sync; returns each worker's report. Raises what the server or a control block says."""
+        """One sync; returns each worker's report. Raises what the server or a control block says.
+
+        With `offered` the workers load it in start, and with `queue_finish` the finish is sent while they do.
+        """
         self.sync += 1
-        self.routes.start()
-        update = self._update_info(layout)
+        if offered:
+            for control in self.controls:
+                control.offer(self.sync)
+        else:
+            self.routes.start()
+        update = None if offered else self._update_info(layout)
         failure: list[BaseException] = []
 
         def post() -> None:
             try:
-                self.routes.update(update)
+                if update is None:
+                    self.routes.start()
+                else:
+                    self.routes.update(update)
             except BaseException as error:  # handed to the caller below
                 failure.append(error)
 
         thread = threading.Thread(target=post)
         thread.start()
         try:
+            if offered:
+                self._confirm()
             self._produce(layout, before_bucket, thread, failure)
+            if queue_finish:
+                self.routes.finish(version)
         except BaseException as error:
             for control in self.controls:
                 control.fail(self.sync, f"trainer: {error}")
@@ -169,7 +185,7 @@ class HandTrainer:
         if failure:
             raise failure[0]
         self.known = layout.digest
-        if finish:
+        if finish and not queue_finish:
             self.routes.finish(version)
         if self.poison:
             self._poison_all()
@@ -216,6 +232,13 @@ class HandTrainer:
                         flat = tensor.contiguous().view(-1).view(torch.uint8)
                         buffers[row[4]].bytes[row[5] : row[5] + flat.numel()].copy_(flat)
                 control.produce(self.sync, bucket + 1)
+
+    def _confirm(self) -> None:
+        for control in self.controls:
+            if not control.wait_taken(self.sync, 20):
+                raise RuntimeError(f"sync {self.sync} was not taken")
+        for control in self.controls:
+            control.confirm(self.sync)
 
     def _wait(
         self, control: ControlBlock, count: int, thread: threading.Thread, failure: list[BaseException]

@@ -7,6 +7,7 @@ failure are those of the real thing; it keeps the bytes that it read instead of 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.dtypes import dtype_name, view
 from fsdp_ipc.handles import OpenedBuffer, open_handle
 from fsdp_ipc.vllm_plugin.endpoint import readable
-from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, parse_update
+from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, UpdateInfo, parse_update
 from fsdp_ipc.vllm_plugin.payload_plan import Plan, TensorRow, check_bounds
 
 
@@ -29,6 +30,7 @@ class NativeWorker:
         experts: Expert map that it reports in its greeting.
         late: In unpacked mode, read only at finish.
         peers: Reads other ranks' shards where they lie, as a worker does whose GPU reaches the others'.
+        offer_s: How long a start waits for an offer, as the engine's does; None: it takes none.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class NativeWorker:
         experts: dict[str, list[int]] | None = None,
         late: bool = False,
         peers: bool = False,
+        offer_s: float | None = 1.0,
     ) -> None:
         self.peers = peers
         self.index, self.delay_s, self.fail_at, self.experts, self.late = (
@@ -49,8 +52,10 @@ class NativeWorker:
             experts,
             late,
         )
+        self.offer_s = offer_s
         self.weights: dict[str, torch.Tensor] = {}
         self.syncs: list[int] = []
+        self.taken: list[int] = []
         self.num_opened = self.num_closed = 0
         self._control: ControlBlock | None = None
         self._session: InitInfo | None = None
@@ -58,9 +63,13 @@ class NativeWorker:
         self._buffers: dict[tuple[str, int], OpenedBuffer] = {}
         self._pending: dict[str, torch.Tensor] = {}
         self._released = False
+        self._sync = 0
+        self._last: UpdateInfo | None = None
+        self._repeatable: UpdateInfo | None = None
 
     def init(self, init_info: dict[str, Any]) -> None:
         self.close()
+        self._sync, self._last = 0, None
         self._session = InitInfo.from_json(init_info)
         endpoints = self._session.endpoints
         self._endpoint = endpoints[self.index % len(endpoints)]
@@ -72,6 +81,20 @@ class NativeWorker:
     def start(self) -> None:
         if self._session is None:
             raise ValueError("no session: init first")
+        control, sync, last = self._control, self._sync + 1, self._last
+        if control is None:
+            return
+        if last is None or self.offer_s is None or not control.wait_offered(sync, self.offer_s):
+            control.decline(sync)
+            return
+        try:
+            control.take(sync)
+            if control.wait_confirmed(sync, 60.0):
+                self.taken.append(sync)
+                self._receive(replace(last, sync=sync), control)
+        except Exception as error:
+            control.fail(sync, f"{type(error).__name__}: {error}")
+            raise
 
     def update(self, update_info: dict[str, Any]) -> None:
         info = parse_update(update_info)
@@ -87,6 +110,7 @@ class NativeWorker:
             raise
 
     def _receive(self, info: Any, control: ControlBlock) -> None:
+        self._sync, self._last, self._repeatable = info.sync, None, None
         if info.plan is not None:
             self._plans[info.plan_digest] = info.plan
         plan = self._plans.get(info.plan_digest)
@@ -119,6 +143,8 @@ class NativeWorker:
                 self.after_bucket([self._buffers[self._endpoint.device, index].bytes for index in own])
             control.consume(info.sync, bucket + 1)
         self.sync, self._released = info.sync, not plan.packed
+        if plan.packed and info.digests is None:
+            self._repeatable = replace(info, plan=None, allocations=None)
 
     def _seen(self, row: TensorRow) -> torch.Tensor:
         held = dtype_name(row.held)
@@ -147,6 +173,7 @@ class NativeWorker:
         if self._released:
             self._close_buffers()
         self.syncs.append(self.sync)
+        self._last, self._repeatable = self._repeatable, None
         assert self._control is not None
         self._control.write_report({"kind": "sync", "sync": self.sync, "num_tensors": len(self.weights)})
 

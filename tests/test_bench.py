@@ -185,7 +185,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert code == 0, output
     result = next(line for line in lines if line["kind"] == "result")
     result["requests"].pop("/is_sleeping", None)  # this server does not tell whether it can sleep
-    assert result["requests"] == {"/start_weight_update": 1, "/update_weights": 1, "/finish_weight_update": 1}
+    assert result["requests"] == {"/start_weight_update": 1, "/finish_weight_update": 1}
     assert result["tensors"] == 25
     assert "bit-exact" in result["verdict"]
     assert result["seconds"]["n"] == 2

@@ -241,7 +241,7 @@ def test_field_E5_a_reset_that_was_not_done_is_a_warning(
 def test_the_server_is_paused_for_the_sync_and_resumed_whatever_happens(alone: None) -> None:
     server, _ = serve()
     with server:
-        server.fail("/update_weights", "boom", after=1)
+        server.fail("/start_weight_update", "boom", after=1)
         callbacks = [PauseServer(), ResetPrefixCache()]
         raised = syncs(server.url, callbacks, [1, 2])
         assert raised[0] == ""
@@ -300,7 +300,7 @@ def _files(rank: int, world: int, url: str, folder: str) -> None:
 def test_metrics_go_into_files_of_json_lines(tmp_path: Path) -> None:
     server, _ = serve(2)
     with server:
-        server.fail("/update_weights", "boom", after=1)
+        server.fail("/start_weight_update", "boom", after=1)
         run_ranks(_files, 2, server.url, str(tmp_path))
     assert sorted(p.name for p in (tmp_path / "all").iterdir()) == ["0.jsonl", "1.jsonl"]
     for path in (tmp_path / "one.jsonl", tmp_path / "all" / "1.jsonl"):
@@ -350,7 +350,7 @@ def test_opentelemetry_gets_a_span_a_sync_and_one_a_stage(alone: None) -> None:
     pytest.importorskip("opentelemetry.sdk.trace", reason="needs opentelemetry-sdk, from the extra 'dev'")
     server, _ = serve()
     with server:
-        server.fail("/update_weights", "boom", after=1)
+        server.fail("/start_weight_update", "boom", after=1)
         spans = _traced(server.url)
     (step,) = [span for span in spans if span["name"] == "step"]
     good, bad = (span for span in spans if span["name"] == "weight_sync")

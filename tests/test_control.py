@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_ipc import control, shm
+from fsdp_ipc import control, control_layout, shm
 from fsdp_ipc.control import ControlBlock, PeerError
 from fsdp_ipc.handles import IpcHandle, open_handle
 from fsdp_ipc.staging import StagingBuffer
@@ -54,6 +54,78 @@ def in_thread(fn, *args):
         return raised[0] if raised else None
 
     return join
+
+
+# A sync like the one before
+
+
+def test_an_offer_is_taken_and_confirmed(trainer, worker):
+    assert not worker.wait_offered(3, 0.01)
+    trainer.offer(3)
+    assert worker.wait_offered(3, 1)
+    assert trainer.wait_taken(3, 0.01) is None
+    worker.take(3)
+    assert trainer.wait_taken(3, 1) is True
+    with pytest.raises(TimeoutError, match="to confirm sync 3; is another of its ranks stuck"):
+        worker.wait_confirmed(3, 0.01)
+    trainer.confirm(3)
+    assert worker.wait_confirmed(3, 1)
+
+
+def test_an_offer_holds_for_its_own_sync_only(trainer, worker):
+    trainer.offer(3)
+    worker.take(3)
+    trainer.confirm(3)
+    assert not worker.wait_offered(4, 0.01)
+    trainer.offer(4)
+    assert trainer.wait_taken(4, 0.01) is None
+    assert worker.wait_offered(4, 1)
+    with pytest.raises(TimeoutError):
+        worker.wait_confirmed(4, 0.01)
+
+
+def test_what_is_withdrawn_or_declined_is_known_at_once(trainer, worker):
+    trainer.withdraw(2)
+    began = time.monotonic()
+    assert not worker.wait_offered(2, 10)
+    worker.decline(2)
+    trainer.offer(2)
+    assert trainer.wait_taken(2, 10) is False
+    trainer.offer(3)
+    worker.take(3)
+    trainer.withdraw(3)
+    assert not worker.wait_confirmed(3, 10)
+    assert time.monotonic() - began < 5
+
+
+def test_a_worker_that_has_taken_an_offer_hears_that_the_trainer_failed(trainer, worker):
+    trainer.offer(2)
+    worker.take(2)
+    trainer.fail(2, "lost a rank")
+    with pytest.raises(PeerError, match="lost a rank"):
+        worker.wait_confirmed(2, 10)
+
+
+def test_nobody_offers_or_takes_who_is_gone(trainer):
+    worker = ControlBlock.open(trainer.name)
+    worker.take(2)
+    worker.close()
+    assert trainer.wait_taken(2, 10) is True
+    with pytest.raises(PeerError, match="the worker closed the control block"):
+        trainer.wait_taken(3, 10)
+    worker = ControlBlock.open(trainer.name)
+    assert trainer.wait_taken(2, 0.01) is None, "a worker that opens it again has taken nothing"
+    trainer.close()
+    assert not worker.wait_offered(3, 10)
+    with pytest.raises(PeerError, match="the trainer closed the control block"):
+        worker.wait_confirmed(3, 10)
+    worker.close()
+
+
+def test_each_side_says_its_own_part(trainer, worker):
+    for call in (worker.offer, worker.confirm, worker.withdraw, trainer.take, trainer.decline):
+        with pytest.raises(ValueError, match=r"this is for the (trainer|worker)"):
+            call(1)
 
 
 # Progress
@@ -289,21 +361,21 @@ def test_a_killed_trainer_is_noticed_and_its_block_swept():
 
 
 def test_another_process_with_the_same_pid_is_not_the_peer(trainer, worker):
-    trainer._words[control._WORKER.start_time] += 1
+    trainer._words[control_layout.WORKER.start_time] += 1
     with pytest.raises(PeerError, match="died"):
         trainer.wait_consumed(1, 1, 10)
 
 
 def test_field_A17_a_pid_of_another_namespace_does_not_count_as_dead(trainer, worker):
     """https://github.com/vllm-project/vllm/pull/55906: containers that share memory need not share PIDs."""
-    trainer._words[control._WORKER.pid] = 0x3FFFFF
-    trainer._words[control._WORKER.namespace] += 1
+    trainer._words[control_layout.WORKER.pid] = 0x3FFFFF
+    trainer._words[control_layout.WORKER.namespace] += 1
     with pytest.raises(TimeoutError):
         trainer.wait_consumed(1, 1, 0.5)
-    trainer._words[control._WORKER.namespace] = 0
+    trainer._words[control_layout.WORKER.namespace] = 0
     with pytest.raises(TimeoutError):
         trainer.wait_consumed(1, 1, 0.5)
-    trainer._words[control._WORKER.namespace] = control.pid_namespace()
+    trainer._words[control_layout.WORKER.namespace] = control.pid_namespace()
     with pytest.raises(PeerError, match="pid 4194303"):
         trainer.wait_consumed(1, 1, 10)
 
@@ -338,11 +410,11 @@ def test_a_report_is_plain_json(worker):
 
 @pytest.mark.parametrize("junk", [b"{", b"[1]", b"\xff\xfe"])
 def test_a_report_that_is_no_object_is_refused(trainer, worker, junk):
-    worker._bytes[control._REPORT_OFFSET : control._REPORT_OFFSET + len(junk)] = junk
-    worker._words[control._REPORT] = len(junk)
+    worker._bytes[control_layout.REPORT_OFFSET : control_layout.REPORT_OFFSET + len(junk)] = junk
+    worker._words[control_layout.REPORT] = len(junk)
     with pytest.raises(ValueError, match="report"):
         trainer.read_report()
-    worker._words[control._REPORT] = 1 << 40
+    worker._words[control_layout.REPORT] = 1 << 40
     with pytest.raises(ValueError, match="claims"):
         trainer.read_report()
 
@@ -364,7 +436,7 @@ def test_a_block_that_is_gone_says_so():
 
 
 def test_a_file_that_is_no_control_block_is_refused():
-    file = shm.create(control._FILE_BYTES, suffix=".ctl")
+    file = shm.create(control_layout.FILE_BYTES, suffix=".ctl")
     with pytest.raises(ValueError, match="not a control block of this release"):
         ControlBlock.open(file.name)
     file.close()
@@ -414,7 +486,7 @@ def test_a_last_word_before_closing_counts(trainer):
 
         def __getitem__(self, index):
             value = words[index]
-            if index == control._WORKER.progress and not self.looked:
+            if index == control_layout.WORKER.progress and not self.looked:
                 self.looked = True
                 worker.consume(1, 2)
                 worker.close()

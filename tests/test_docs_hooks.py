@@ -56,8 +56,8 @@ def a_job(url: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def server() -> Iterator[Any]:
-    workers = [NativeWorker(index) for index in range(2)]
+def server(request: pytest.FixtureRequest) -> Iterator[Any]:
+    workers = [NativeWorker(index) for index in range(1 if "alone" in request.fixturenames else 2)]
     with FakeServer(backend="fsdp_ipc", workers=workers) as server:
         yield server
         assert server.violations == []

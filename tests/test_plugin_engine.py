@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_ipc.control import PeerError
+from fsdp_ipc.digest_file import DigestFile
 from fsdp_ipc.vllm_plugin import experts as experts_module
 from fsdp_ipc.vllm_plugin.experts import held_experts
 from tests.hand_trainer import HandTrainer, Layout, packed_layout, unpacked_layout
@@ -114,6 +117,122 @@ def test_packed_gives_what_a_fresh_load_gives(
             )
             assert report["loader_params"] + report["replayed_params"] > 0
         engine.shutdown()
+
+
+def test_a_sync_like_the_last_one_is_loaded_in_start(served: dict[str, Any], engine: Any) -> None:
+    routes = EngineRoutes(engine)
+    with HandTrainer(routes) as trainer:
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=5))
+        routes.update = None  # type: ignore[method-assign, assignment]
+        for seed in (3, 2, 3):
+            (report,) = trainer.send(packed_layout(_named(served, seed), num_buckets=5), offered=True)
+            _assert_serves(served, seed)
+            assert report is not None
+            assert (report["sync"], report["num_tensors"]) == (trainer.sync, len(_named(served, seed)))
+        del routes.update
+        # Another plan, then the first one again: each is told by a request, and may be repeated after it.
+        for seed, num_buckets, offered in ((2, 4, False), (3, 4, True), (2, 5, False), (3, 5, True)):
+            trainer.send(packed_layout(_named(served, seed), num_buckets=num_buckets), offered=offered)
+            _assert_serves(served, seed)
+
+
+@pytest.mark.parametrize("case", ["first", "unpacked", "digests", "failed", "unfinished"])
+def test_no_offer_is_taken_without_a_good_sync_before(served: dict[str, Any], engine: Any, case: str) -> None:
+    routes = EngineRoutes(engine)
+    with HandTrainer(routes) as trainer:
+        trainer.connect()
+        layout = unpacked_layout if case == "unpacked" else partial(packed_layout, num_buckets=3)
+        digests = DigestFile.create(len(_named(served, 2)), 0)
+        if case == "digests":
+            engine._verify = lambda session, update: None
+            trainer.update_overrides = {"digests": {trainer.keys[0]: digests.name}}
+        if case != "first":
+            trainer.send(layout(_named(served, 2)))
+        if case in ("failed", "unfinished"):
+            with pytest.raises(RuntimeError):
+                trainer.send(layout(_named(served, 3)), before_bucket=_lose_a_rank)
+        if case == "unfinished":
+            trainer.send(layout(_named(served, 3)), finish=False)
+            routes.active = False
+        digests.close()
+        with pytest.raises(RuntimeError, match="was not taken"):
+            trainer.send(layout(_named(served, 3)), offered=True)
+        assert routes.active, "the start went well"
+
+
+def _lose_a_rank(bucket: int) -> None:
+    if bucket == 2:
+        raise RuntimeError("lost a rank")
+
+
+def test_an_offer_that_is_withdrawn_or_late_leaves_it_to_the_request(
+    served: dict[str, Any], engine: Any
+) -> None:
+    routes = EngineRoutes(engine)
+    with HandTrainer(routes) as trainer:
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=5))
+        (control,) = trainer.controls
+        for number, seed in enumerate((3, 2)):
+            sync = trainer.sync + 1
+            if number:
+                control.offer(sync)
+                thread = threading.Thread(target=trainer.routes.start)
+                thread.start()
+                assert control.wait_taken(sync, 20)
+                control.withdraw(sync)
+                thread.join()
+            else:
+                trainer.routes.start()
+                control.offer(sync)
+                assert control.wait_taken(sync, 0) is False
+                control.withdraw(sync)
+            routes.start = lambda: None  # type: ignore[method-assign]
+            trainer.send(packed_layout(_named(served, seed), num_buckets=5))
+            del routes.start
+            _assert_serves(served, seed)
+
+
+def test_a_failure_while_loading_in_start_is_told_and_leaves_a_whole_model(
+    served: dict[str, Any], engine: Any
+) -> None:
+    routes = EngineRoutes(engine)
+    with HandTrainer(routes) as trainer:
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=5))
+        with pytest.raises(PeerError, match="lost a rank"):
+            trainer.send(
+                packed_layout(_named(served, 3), num_buckets=5), before_bucket=_lose_a_rank, offered=True
+            )
+        assert not routes.active
+        with pytest.raises(PeerError, match="lost a rank"):
+            trainer.controls[0].wait_consumed(trainer.sync, 5, 1)
+        with pytest.raises(RuntimeError, match="was not taken"):
+            trainer.send(packed_layout(_named(served, 3), num_buckets=5), offered=True)
+        routes.active = False
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 3), num_buckets=5))
+        _assert_serves(served, 3)
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_what_a_trainer_gave_up_during_the_last_read_does_not_count(
+    served: dict[str, Any], engine: Any, offered: bool
+) -> None:
+    """It may write to its memory again, and the finish of a sync that was offered may be at the server already."""
+    with HandTrainer(EngineRoutes(engine)) as trainer:
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 2), num_buckets=1))
+        engine._synchronize = lambda: trainer.controls[0].fail(trainer.sync, "gave up")
+        with pytest.raises(PeerError, match="gave up"):
+            trainer.send(packed_layout(_named(served, 3), num_buckets=1), offered=offered)
+        with pytest.raises(RuntimeError, match="without a matching start"):
+            trainer.routes.finish("late")
+        del engine._synchronize
+        trainer.connect()
+        trainer.send(packed_layout(_named(served, 3), num_buckets=1))
+        _assert_serves(served, 3)
 
 
 def test_unpacked_gives_what_a_fresh_load_gives(served: dict[str, Any], engine: Any) -> None:

@@ -131,6 +131,52 @@ def test_both_replicas_serve_what_a_checkpoint_load_serves(
     assert _version(server) == "unpacked 2"
 
 
+def test_syncs_like_the_one_before_need_two_requests(
+    server: Server, trainer: HandTrainer, loaded: dict[int, Served]
+) -> None:
+    """The replicas load inside of start; finish is at the server before start has ended, and is done after it."""
+    trainer.connect()
+    trainer.send(packed_layout(_named(3), num_buckets=5), version="told")
+    for number, seed in enumerate((2, 3, 2)):
+        reports = trainer.send(
+            packed_layout(_named(seed), num_buckets=5),
+            version=f"repeated {number}",
+            offered=True,
+            queue_finish=True,
+        )
+        assert [report and report["sync"] for report in reports] == [number + 2] * 2
+        assert _version(server) == f"repeated {number}"
+    _assert_serves(server, loaded[2])
+
+
+def test_a_start_that_fails_publishes_nothing_though_finish_is_queued(
+    server: Server, trainer: HandTrainer, loaded: dict[int, Served]
+) -> None:
+    trainer.connect()
+    trainer.send(packed_layout(_named(3), num_buckets=2), version="good")
+    said: list[str] = []
+
+    def let_one_down(bucket: int) -> None:
+        if bucket == 1:
+            trainer.controls[1].fail(trainer.sync, "one replica is let down")
+            with pytest.raises(RuntimeError) as caught:
+                trainer.routes.finish("never")
+            said.append(str(caught.value))
+
+    with pytest.raises(RuntimeError, match="one replica is let down"):
+        trainer.send(packed_layout(_named(2), num_buckets=2), before_bucket=let_one_down, offered=True)
+    assert len(said) == 1
+    assert "called without a matching start_weight_update" in said[0]
+    assert _version(server) == "good"
+    # Nothing is left open: one start failed, and after the other the finish that was queued was done.
+    with pytest.raises(RuntimeError, match="must be called before"):
+        trainer.routes.update({"session": trainer.session, "abort": "one replica was let down"})
+    trainer.connect()
+    trainer.send(packed_layout(_named(2), num_buckets=2), version="better")
+    assert _version(server) == "better"
+    _assert_serves(server, loaded[2])
+
+
 NORM = "model.norm.weight"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 REFUSED: dict[str, tuple[Any, list[str]]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +17,7 @@ def scattered(whole: torch.Tensor, cuts: list[int]) -> Scattered:
     """A tensor cut at these elements, every part in memory of its own."""
     flat = whole.reshape(-1)
     edges = [0, *sorted(cut for cut in set(cuts) if 0 < cut < flat.numel()), flat.numel()]
-    parts = [flat[a:b].clone() for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [flat[a:b].clone() for a, b in pairwise(edges)]
     return Scattered(
         tuple(whole.shape), whole.dtype, whole.device, tuple((p, n) for n, p in enumerate(parts))
     )

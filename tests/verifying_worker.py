@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.vllm_plugin.copy_layout import Layout
 from fsdp_ipc.vllm_plugin.copy_memory import Piece
 from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
@@ -46,13 +47,16 @@ class VerifyingWorker(NativeWorker):
         """As the engine: open the rank's file of digests, then read."""
         info = parse_update(update_info)
         if isinstance(info, UpdateInfo):
-            self._info = info
             if info.plan is not None:
                 self._buckets[info.plan_digest] = info.plan.buckets_for(self._endpoint.device)
             if info.digests:
                 rows = sum(len(rows) for rows in self._buckets[info.plan_digest])
                 self._verifier.open(info.digests[self._endpoint.device], rows)
         super().update(update_info)
+
+    def _receive(self, info: Any, control: ControlBlock) -> None:
+        self._info = info
+        super()._receive(info, control)
 
     def finish(self) -> None:
         """Load, verify, report."""

@@ -17,6 +17,9 @@ class WeightSyncClient(Protocol):
 
     The same four methods as vLLM's own trainer-side clients, so an object written for those fits. All are
     synchronous, take plain dicts, return only when every server is done, and raise if any of them is not.
+
+    A client of which two calls may be out at the same time, from two threads, can say so with an attribute
+    `overlapping = True`; any other gets one call at a time.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

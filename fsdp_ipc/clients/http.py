@@ -14,9 +14,9 @@ from fsdp_ipc.wire.stock import json_safe
 class HTTPWeightSyncClient(HTTPTransport):
     """Drives vLLM servers over their HTTP routes; needs neither vLLM nor ray.
 
-    Every call goes to all servers at once, waits for every answer, and raises if one of them failed; the next call
-    starts only after that, so each server sees the calls in order. Nothing is retried: a weight-transfer request is
-    not idempotent. With several servers (one per data-parallel replica, external load balancing) a version is
+    Every call goes to all servers at once, waits for every answer, and raises if one of them failed. Calls from one
+    thread follow each other, so each server sees them in order; two threads may have a call out each (`overlapping`).
+    Nothing is retried: a weight-transfer request is not idempotent. With several servers (one per data-parallel replica, external load balancing) a version is
     published only when all of them have closed the update.
 
     A server with internal load balancing reaches all of its engines by itself and is given as one URL.
@@ -32,6 +32,9 @@ class HTTPWeightSyncClient(HTTPTransport):
     """
 
     __module__ = "fsdp_ipc.clients"
+
+    overlapping = True
+    """Two calls may be out at the same time: a sender queues the last request of a sync while the first one runs."""
 
     # What this client itself did to the servers last, because they tell it in part only: see `weights_asleep`.
     _can_sleep: bool | None = None

@@ -1,4 +1,4 @@
-"""Requests to one or several servers: one at a time for each server, all servers at once, all or none."""
+"""Requests to one or several servers: all servers at once, all or none, and at most two at a time for each server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HTTPTransport:
         self.request_timeout_s = request_timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._headers = dict(headers or {})
-        self._connections = {url: _Connection(url) for url in self.urls}
+        self._connections = {url: (_Connection(url), _Connection(url)) for url in self.urls}
 
     def post(
         self, route: str, body: dict[str, Any] | None = None, params: Mapping[str, Any] | None = None
@@ -181,7 +181,9 @@ class HTTPTransport:
             connect=min(self.connect_timeout_s, self.request_timeout_s), read=self.request_timeout_s
         )
         try:
-            return self._connections[url].exchange(
+            first, second = self._connections[url]
+            # The second one is for a request that goes out while another has not been answered yet.
+            return (second if first.busy else first).exchange(
                 self.request_timeout_s + _GRACE_S, method, target, body=data, headers=headers, timeout=timeout
             )
         except (urllib3.exceptions.TimeoutError, TimeoutError) as error:
@@ -210,7 +212,7 @@ _Answer = tuple[int, str]
 
 
 class _Connection:
-    """The connection to one server, kept for the requests of one sync, which follow each other in milliseconds.
+    """A connection to one server, kept for the requests of one sync, which follow each other in milliseconds.
 
     A connection that was idle for longer may be closed by the server just as the next request goes out, and a request
     that was lost in this way must not be sent again; so an idle one is left. Requests run in a thread of their own: a
@@ -223,6 +225,11 @@ class _Connection:
         self._last_used = 0.0
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Any] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is out on it."""
+        return self._lock.locked()
 
     def exchange(self, total_s: float, method: str, target: str, **options: Any) -> _Answer:
         """Status and body of one request, with urllib3's options. One at a time.

@@ -1,8 +1,10 @@
 """The engine that vLLM runs in each worker: it takes a sync's tensors out of the memory of the trainer rank beside it.
 
 vLLM calls `init_transfer_engine` once a session, then `start_weight_update`, `update_weights` and
-`finish_weight_update` for each sync. While `update_weights` runs, trainer rank and worker talk to each other through
-their control block alone: the trainer says how many buckets are complete, the worker how many it has read.
+`finish_weight_update` for each sync. While a sync is loaded, trainer rank and worker talk to each other through their
+control block alone: the trainer says how many buckets are complete, the worker how many it has read. A sync is loaded in
+`update_weights`, which brings what the worker has to know; or, where it goes like the one before, in
+`start_weight_update` already, as the control block's text tells. Each is one call, so no step of the model runs between.
 Works with vLLM 0.26 to 0.33, on CUDA and on CPU.
 """
 
@@ -12,9 +14,8 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,16 +23,15 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from fsdp_ipc.control import ControlBlock
-from fsdp_ipc.handles import IpcHandle, OpenedBuffer, open_handle
 from fsdp_ipc.version import __version__
 from fsdp_ipc.vllm_plugin import completeness
 from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
-from fsdp_ipc.vllm_plugin.endpoint import Claim, claim_endpoint, readable
+from fsdp_ipc.vllm_plugin.endpoint import claim_endpoint, readable
 from fsdp_ipc.vllm_plugin.experts import held_experts
-from fsdp_ipc.vllm_plugin.loader import LoadCounts, NamedTensors, WeightLoader, half_open_layers, heal
+from fsdp_ipc.vllm_plugin.loader import LoadCounts, WeightLoader, half_open_layers, heal
 from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, UpdateInfo, parse_update
-from fsdp_ipc.vllm_plugin.payload_plan import TensorRow, check_bounds
-from fsdp_ipc.vllm_plugin.scattered import Scattered
+from fsdp_ipc.vllm_plugin.payload_plan import TensorRow
+from fsdp_ipc.vllm_plugin.session import KnownPlan, Session
 from fsdp_ipc.vllm_plugin.verify import LiveVerifier, VerifyCounts
 
 logger = logging.getLogger(__name__)
@@ -39,57 +39,21 @@ logger = logging.getLogger(__name__)
 TOKEN_ENV = "FSDP_IPC_TOKEN"
 MAX_PLANS = 8
 
+OFFER_S = 0.01
+"""How long a start waits whether the trainer offers a sync like the last one; the server does nothing else meanwhile."""
+
 
 class UpdateAbortedError(RuntimeError):
     """The trainer asked for the open update to be dropped. Raised so that vLLM closes its update session too."""
 
 
 @dataclass
-class _Session:
-    """What lives from one handshake to the next."""
-
-    session: str
-    claim: Claim
-    control: ControlBlock
-    timeout_s: float
-    plans: dict[str, _KnownPlan] = field(default_factory=dict)
-    epoch: int | None = None
-    handles: Mapping[str, tuple[IpcHandle, ...]] = field(default_factory=dict)
-    """By device key, the allocations of the trainer rank there."""
-    buffers: dict[tuple[str, int], OpenedBuffer] = field(default_factory=dict)
-    """Those that are open, by device key and number."""
-    last_sync: int = 0
-
-    @property
-    def device(self) -> str:
-        """The key under which this worker's memory is sent."""
-        return self.claim.endpoint.device
-
-    def close_buffers(self) -> None:
-        for plan in self.plans.values():
-            plan.views = None
-        buffers, self.buffers, self.handles, self.epoch = self.buffers, {}, {}, None
-        for buffer in buffers.values():
-            buffer.close()
-
-
-@dataclass
-class _KnownPlan:
-    """A plan that passed every check, and its views of the allocations that are open now."""
-
-    buckets: list[list[TensorRow]]
-    packed: bool
-    casts: dict[str, torch.dtype]
-    examined: bool = False
-    views: list[NamedTensors] | None = None
-
-
-@dataclass
 class _Update:
-    """One sync between `update_weights` and `finish_weight_update`."""
+    """One sync between the call that loads it and `finish_weight_update`."""
 
     sync: int
     loader: WeightLoader
+    repeatable: UpdateInfo | None = None
     verified_buckets: list[list[TensorRow]] | None = None
     """What the trainer left digests of, if it did."""
     open_s: float = 0.0
@@ -109,7 +73,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._update: _Update | None = None
         self._loader: WeightLoader | None = None
         self._verifier = LiveVerifier(self.device)
@@ -146,7 +110,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         except BaseException:
             claim.close()
             raise
-        self._session = _Session(
+        self._session = Session(
             session=init_info.session, claim=claim, control=control, timeout_s=init_info.timeout_s
         )
         reads, unread = readable(init_info.endpoints, self.device)
@@ -170,10 +134,12 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         )
 
     def start_weight_update(self) -> None:
-        """Check that a session is open and the model whole; data comes with `update_weights`.
+        """Check that a session is open and the model whole; load at once what the trainer offers.
 
         Raises:
             ValueError: No handshake came before.
+            TimeoutError: What was offered did not come in time.
+            PeerError: The trainer rank failed or its process is gone.
         """
         if self._session is None:
             raise ValueError(
@@ -184,6 +150,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             self._loader = self._make_loader()
         # What somebody else's failed reload left half-open is found by the loader's own start.
         self._loader.abort()
+        self._receive_offered(self._session)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one sync. Returns after the last bucket has been read."""
@@ -231,6 +198,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update.sync, error)
         self._update = None
+        session.repeatable = update.repeatable
         update.load_s += time.monotonic() - began - (verified.seconds if verified is not None else 0.0)
         session.control.write_report(_sync_report(update, counts, verified))
 
@@ -253,20 +221,35 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
 
     # One sync.
 
-    def _receive(self, session: _Session, info: UpdateInfo) -> None:
+    def _receive_offered(self, session: Session) -> None:
+        """Receive a sync that goes like the last one, without a request, if the trainer offers it within a moment."""
+        control, sync, last = session.control, session.last_sync + 1, session.repeatable
+        if last is None or not control.wait_offered(sync, OFFER_S):
+            control.decline(sync)
+            return
+        try:
+            control.take(sync)
+            if control.wait_confirmed(sync, session.timeout_s):
+                self._receive(session, replace(last, sync=sync))
+        except BaseException as error:  # noqa: BLE001  raised again there
+            self._fail(session, sync, error)
+
+    def _receive(self, session: Session, info: UpdateInfo) -> None:
         if info.sync <= session.last_sync:
             raise ValueError(
                 f"fsdp_ipc: sync {info.sync} comes after sync {session.last_sync}; expected a higher number."
             )
         if self._update is not None:
             self._abort_update()
-        session.last_sync = info.sync
+        session.last_sync, session.repeatable = info.sync, None
         plan = self._known_plan(session, info)
-        views = self._views(session, info, plan)
+        views = session.views(info, plan, self.device)
         if self._loader is None or self._loader.model is not self.model:
             self._loader = self._make_loader()
         self._loader.examined, self._loader.casts = plan.examined, plan.casts
         update = self._update = _Update(sync=info.sync, loader=self._loader)
+        if plan.packed and info.digests is None:
+            update.repeatable = replace(info, plan=None, allocations=None)
         if info.digests is not None:
             update.verified_buckets = plan.buckets
             if info.digests:
@@ -286,9 +269,11 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
                 # The trainer may overwrite the bucket as soon as it is consumed, so nothing may still be reading it.
                 self._synchronize()
             session.control.consume(info.sync, bucket + 1)
+        # A trainer that gave up while this worker was slow may write to its memory again, and the finish may be queued.
+        session.control.wait_produced(info.sync, len(views), session.timeout_s)
         update.load_s = time.monotonic() - began - update.wait_s
 
-    def _verify(self, session: _Session, update: _Update) -> VerifyCounts | None:
+    def _verify(self, session: Session, update: _Update) -> VerifyCounts | None:
         """Compare what the live parameters hold with what the trainer meant to send, if it left digests."""
         if update.verified_buckets is None:
             return None
@@ -307,7 +292,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
     def _make_loader(self) -> WeightLoader:
         return CopyPlanLoader(self.model, self.model_config)
 
-    def _known_plan(self, session: _Session, info: UpdateInfo) -> _KnownPlan:
+    def _known_plan(self, session: Session, info: UpdateInfo) -> KnownPlan:
         if info.plan is None:
             known = session.plans.get(info.plan_digest)
             if known is None:
@@ -315,47 +300,13 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             return known
         buckets = info.plan.buckets_for(session.device)
         casts = {row.name: row.dtype for rows in buckets for row in rows if row.cast_from is not None}
-        known = _KnownPlan(buckets=buckets, packed=info.plan.packed, casts=casts)
+        known = KnownPlan(buckets=buckets, packed=info.plan.packed, casts=casts)
         known.examined = completeness.check(self.model, known.buckets, vllm_config=self.vllm_config)
         session.plans.pop(info.plan_digest, None)
         session.plans[info.plan_digest] = known
         while len(session.plans) > MAX_PLANS:
             session.plans.pop(next(iter(session.plans)))
         return known
-
-    def _views(self, session: _Session, info: UpdateInfo, plan: _KnownPlan) -> list[NamedTensors]:
-        if info.allocations is None:
-            if session.epoch != info.epoch:
-                raise ValueError(
-                    f"fsdp_ipc: allocations of epoch {info.epoch} are not open here (open: {session.epoch}); "
-                    "send them along."
-                )
-        else:
-            handles = info.allocations
-            _check_handles(handles, session.device, self.device.type)
-            _check_bounds(plan, handles, session.device)
-            # The sender repeats them with each new plan. An export may be opened and released once only.
-            if (info.epoch, handles) != (session.epoch, session.handles):
-                session.close_buffers()
-                session.epoch, session.handles = info.epoch, handles
-        if plan.views is None:
-            used = _check_bounds(plan, session.handles, session.device)
-            for device, number in sorted(used - session.buffers.keys()):
-                handle = session.handles[device][number]
-                peer = device != session.device
-                session.buffers[device, number] = open_handle(handle, self.device, peer=peer)
-            plan.views = [[(row.name, self._view(row, session)) for row in rows] for rows in plan.buckets]
-        return plan.views
-
-    def _view(self, row: TensorRow, session: _Session) -> torch.Tensor | Scattered:
-        if row.shards < 0:
-            memory = session.buffers[session.device, row.allocation].bytes
-            return memory[row.offset : row.offset + row.nbytes].view(row.held).view(row.shape)
-        parts = []
-        for part in row.parts:
-            memory = session.buffers[part.device, part.allocation].bytes
-            parts.append((memory[part.offset : part.offset + part.nbytes].view(row.held), part.distance))
-        return Scattered(row.shape, row.held, self.device, tuple(parts))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -364,6 +315,8 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
     def _abort_update(self) -> None:
         """Drop an open update and make the model's structure whole, whoever left it so."""
         self._update = None
+        if self._session is not None:
+            self._session.repeatable = None
         if self._loader is None:
             self._loader = self._make_loader()
         self._loader.abort()
@@ -372,7 +325,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             logger.warning("The model was left half-open by an earlier reload; restoring its parameters.")
             heal(self.model, self.model_config)
 
-    def _fail(self, session: _Session, sync: int, error: BaseException) -> NoReturn:
+    def _fail(self, session: Session, sync: int, error: BaseException) -> NoReturn:
         """Tell the trainer rank first, because it may be waiting for this worker; then restore, then raise."""
         try:
             session.control.fail(sync, f"{type(error).__name__}: {error}")
@@ -402,24 +355,6 @@ def _check_token(token: str | None) -> None:
         raise ValueError(
             f"fsdp_ipc: the trainer's token does not match this server's. Set {TOKEN_ENV} to the same value for both."
         )
-
-
-def _check_handles(allocations: Mapping[str, tuple[IpcHandle, ...]], device: str, device_type: str) -> None:
-    if device not in allocations:
-        raise ValueError(f"fsdp_ipc: no allocation for device {device}. Sent for: {sorted(allocations)}.")
-    wanted = "cuda" if device_type == "cuda" else "shm"
-    for handle in chain.from_iterable(allocations.values()):
-        if handle.kind != wanted:
-            raise ValueError(
-                f"fsdp_ipc: this worker runs on {device_type} and needs {wanted!r} handles, got {handle.kind!r}."
-            )
-
-
-def _check_bounds(
-    plan: _KnownPlan, allocations: Mapping[str, tuple[IpcHandle, ...]], device: str
-) -> set[tuple[str, int]]:
-    sizes = {key: [handle.nbytes for handle in handles] for key, handles in allocations.items()}
-    return check_bounds(plan.buckets, sizes, device)
 
 
 def _sync_report(update: _Update, counts: LoadCounts, verified: VerifyCounts | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Our own wire: plain JSON, one update request a sync, and a control block between each rank and its worker.
+"""Our own wire: plain JSON, at most one update request a sync, and a control block between each rank and its worker.
 
 The order of one sync:
 
@@ -9,6 +9,12 @@ The order of one sync:
    several ranks, a slot is free when all of them have read it, and a bucket is announced when all ranks have it;
 4) (sender) the update request returns when every worker has loaded everything; vote;
 5) (sender) finish, which publishes the version; vote. Only now may anything be overwritten or freed.
+
+A sync for which nothing has changed since the last one needs no update request: in 2) every rank offers it to its worker
+at the control block, and the workers load it inside of start, if all of them have taken the offer (vote). Then
+(sender) finish is posted as soon as every rank has all of its buckets ready (vote), and waits at the server for the
+start before it; with a client that can't have two requests out, it follows when start has returned. If a worker has not
+taken the offer, all ranks withdraw it, and the update request does the work.
 """
 
 from __future__ import annotations
@@ -17,40 +23,36 @@ import logging
 import os
 import secrets
 import time
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from fsdp_ipc import handles
-from fsdp_ipc.clients.base import WeightSyncClient, refuse_asleep
+from fsdp_ipc.clients.base import WeightSyncClient
 from fsdp_ipc.control import ControlBlock
 from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import IpcHandle, SharedBuffer
 from fsdp_ipc.peers import PROBE_BYTES, probe_bytes
-from fsdp_ipc.rows import TensorRow
 from fsdp_ipc.stage import Stage
 from fsdp_ipc.stats import StageTimer
 from fsdp_ipc.verify import SentVerifier
-from fsdp_ipc.wire.base import Timeouts, on_stream, outcome, quietly
+from fsdp_ipc.wire.base import Timeouts, outcome
+from fsdp_ipc.wire.native_buckets import LOOK_AROUND_S, BucketProducer
+from fsdp_ipc.wire.native_requests import NativeRequests, plan_json
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
 TOKEN_ENV = "FSDP_IPC_TOKEN"
 
-_LOOK_AROUND_S = 0.25
-"""How often a rank that waits for its worker looks whether the request or another rank has failed."""
+_TAKE_S = 1.0
+"""How long a rank waits until its worker has taken an offer; where the server is busy for longer, a request is no loss."""
 
-_DEVICE_POLL_S = 2e-5
-"""How long a rank that has nothing to do but wait for the device lets other threads run between two looks."""
-
-_LOOK_S = 0.0001
-"""How often a rank that waits for its worker looks whether the device has finished the next bucket."""
+_START_LOOK_S = 0.001
+"""How often it looks meanwhile whether the start has ended without."""
 
 
 class NativeDelivery:
@@ -100,12 +102,10 @@ class NativeDelivery:
         self._experts: list[dict[str, list[int]] | None] = [None] * group.size
         self._has_worker = False
         self._publishes = publishes
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp_ipc") if group.is_sender else None
-        # One stream for the life of the sender: a stream a sync strands allocator caches (vllm#52950).
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._events: list[torch.cuda.Event] = []
-        self._gathering: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._in_update = False
+        self._requests = NativeRequests(client if group.is_sender else None)
+        self._buckets = BucketProducer(
+            stage, group, device, timeouts, lambda: self._requests.loading, verifier
+        )
 
     def connect(self) -> None:
         """All ranks, collective: give every worker the name of the control block that it shares with a rank."""
@@ -156,6 +156,7 @@ class NativeDelivery:
         with group.together("connect"):
             hello = control.read_report()
         self._has_worker = hello is not None
+        self._buckets.meet(control, self._has_worker)
         greetings = group.gather_objects(hello, "connect")
         alone = [rank for rank, greeting in enumerate(greetings) if greeting is None]
         if len(alone) == group.size:
@@ -184,14 +185,19 @@ class NativeDelivery:
         Raises:
             WeightSyncError: On every rank.
         """
-        group, stage = self._group, self._stage
+        group, stage, requests = self._group, self._stage, self._requests
         with timer.stage("prepare"):
             self.connect()
             # Where the last sync went well, the server opens this one while the ranks look over their weights.
-            started = self._start() if self._known_plan else None
+            early = bool(self._known_plan)
+            if early:
+                requests.start(None)
             try:
                 agree = (f"version {version!r}", f"sync {sync}")
                 changed = stage.refresh(self._wanted(), agree, self._reads)
+                offered = early and not changed and self._verifier is None
+                if early:
+                    self._offer(sync, offered)
                 if changed:
                     gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
                     keys = group.gather_objects(self._key, "handles")
@@ -199,26 +205,36 @@ class NativeDelivery:
                 if self._verifier is not None:
                     self._verifier.prepare(stage, sync)
             except BaseException:
-                outcome(started, self._timeouts.request_s)  # `recover` closes it again
+                if early:
+                    outcome(requests.started, self._timeouts.request_s)  # `recover` closes it again
                 raise
-        started, updated = self._post(sync, changed, started)
+        if not early:
+            requests.start(self._session)
+        if not offered:
+            self._post(sync, changed)
         try:
-            self._produce(sync, timer, started, updated)
+            if self._produce(sync, timer, offered):
+                # A finish closes the update for good, so first all ranks must have everything ready.
+                group.vote("gather")
+                if requests.overlapping:
+                    self._finish(version)
             failed, same = self._verifier.publish(sync) if self._verifier is not None else (None, [])
             with timer.stage("request"):
-                group.vote("update", failed or outcome(updated, self._timeouts.transfer_s), same=same)
+                group.vote(
+                    "update", failed or outcome(requests.loading, self._timeouts.transfer_s), same=same
+                )
             self._known_plan = stage.plan.digest
+            with timer.stage("finish"):
+                if requests.finished is None:
+                    self._finish(version)
+                # The barrier after which references may go: every worker has reported that it is done.
+                group.vote("finish", outcome(requests.finished, self._timeouts.transfer_s))
         except BaseException as caught:  # noqa: BLE001  raised again below
             # First the other ranks: their workers hold the request up for which `_fail` waits.
             error = group.tell("gather", caught)
-            self._fail(sync, error, updated)
+            self._fail(sync, error)
             raise error from error.__cause__
         with timer.stage("finish"):
-            # Its vote is the barrier after which references may go: every worker has reported that it is done.
-            with group.together("finish"):
-                if self._client is not None and group.is_sender:
-                    self._client.finish_weight_update(version if self._publishes else None)
-                    self._in_update = False
             stage.release_unpacked()
         assert self._control is not None
         report = self._control.read_report()
@@ -229,19 +245,11 @@ class NativeDelivery:
         self._connected = False
         # A worker that did not answer may still read this memory: it is never written again.
         self._stage.close()
-        if not self._in_update or self._client is None or not self._group.is_sender:
-            return
-        self._in_update = False
-        self._close_update(self._client, reason)
-
-    def _close_update(self, client: WeightSyncClient, reason: str) -> None:
-        quietly(lambda c: c.update_weights({"session": self._session, "abort": reason[:2000]}), client)
-        quietly(lambda c: c.finish_weight_update(), client)
+        self._requests.recover(self._session, reason)
 
     def close(self) -> None:
-        """This rank: end the thread, unlink the control block."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        """This rank: end the threads, unlink the control block."""
+        self._requests.close()
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -258,217 +266,108 @@ class NativeDelivery:
             return None
         return HeldExperts([e or {} for e in self._experts])
 
-    def _start(self) -> Future[None] | None:
-        """Sender: open the update on the server, in the thread of the requests."""
-        client = self._client
-        if self._threads is None or client is None:
-            return None
+    def _offer(self, sync: int, offered: bool) -> None:
+        """This rank: tell the worker, which may be waiting in its start, whether this sync goes like the last one."""
+        assert self._control is not None
+        if offered:
+            self._control.offer(sync)
+        else:
+            self._control.withdraw(sync)
 
-        def start() -> None:
-            refuse_asleep(client)
-            try:
-                client.start_weight_update()
-            except Exception as error:
-                # A trainer that was killed in the middle of an update has left it open, and a handshake does not close it.
-                if self._known_plan or "already active" not in str(error):
-                    raise
-                self._close_update(client, "left open by an earlier trainer")
-                client.start_weight_update()
-            self._in_update = True
+    def _finish(self, version: str | None) -> None:
+        self._requests.finish(version if self._publishes else None, self._timeouts.request_s)
 
-        return self._threads.submit(start)
-
-    def _post(
-        self, sync: int, changed: bool, begun: Future[None] | None
-    ) -> tuple[Future[None] | None, Future[None] | None]:
-        client, plan, stage = self._client, self._stage.plan, self._stage
-        if self._threads is None or client is None:
-            return None, None
+    def _post(self, sync: int, changed: bool) -> None:
+        """Sender: the update request, with whatever the workers do not know yet."""
+        if not self._group.is_sender:
+            return
+        plan, stage = self._stage.plan, self._stage
         new_plan = plan.digest != self._known_plan
         payload = {
             "session": self._session,
             "sync": sync,
             "plan_digest": plan.digest,
-            "plan": _plan_json(self._stage, list(self._handles)) if new_plan else None,
+            "plan": plan_json(plan, list(self._handles)) if new_plan else None,
             "epoch": stage.epoch,
             "allocations": self._handles if changed or new_plan else None,
         }
         if self._verifier is not None:
             payload |= self._verifier.fields(changed or new_plan)
-        started = begun or self._start()
-        assert started is not None
+        self._requests.update(payload)
 
-        def update() -> None:
-            if started.exception() is None:
-                client.update_weights(payload)
+    def _begin(self, sync: int, timer: StageTimer, offered: bool) -> bool:
+        """All ranks, collective: wait until the workers have begun.
 
-        return started, self._threads.submit(update)
-
-    def _produce(
-        self, sync: int, timer: StageTimer, started: Future[None] | None, updated: Future[None] | None
-    ) -> None:
-        """All ranks, collective: gather bucket after bucket, announcing each to this rank's worker."""
-        stage, group, control = self._stage, self._group, self._control
-        assert control is not None
-        plan = stage.plan
-        slots = plan.num_slots or plan.num_buckets
-        heard = False
-        current = torch.cuda.current_stream(self._stream.device) if self._stream is not None else None
-        if self._stream is not None and current is not None:
-            self._stream.wait_stream(current)
-        for bucket in range(plan.num_buckets):
-            if bucket >= slots and not heard:
-                with timer.stage("start"):
-                    group.vote("start", outcome(started, self._timeouts.transfer_s))
-                heard = True
-            if plan.holders:
-                self._share_bucket(sync, bucket, slots, timer, updated)
-            else:
-                self._gather_bucket(sync, bucket, slots, timer, updated)
-        if self._stream is not None and current is not None:
-            with timer.stage("gather", plan.num_buckets - 1):
-                self._announce(sync, wait=True)
-            current.wait_stream(self._stream)
-        if not heard:
-            with timer.stage("start"):
-                group.vote("start", outcome(started, self._timeouts.transfer_s))
-
-    def _gather_bucket(
-        self, sync: int, bucket: int, slots: int, timer: StageTimer, updated: Future[None] | None
-    ) -> None:
-        """All ranks, collective: make full tensors for the worker beside each rank."""
-        stage, control = self._stage, self._control
-        assert control is not None
-        with self._group.together("gather"):
-            if bucket >= slots:
-                with timer.stage("wait", bucket):
-                    self._wait_for_slot(sync, bucket - slots + 1, updated)
-            with timer.stage("load", bucket), on_stream(self._stream):
-                stage.gatherer.load(bucket, stage.tensors)
-        with timer.stage("gather", bucket), on_stream(self._stream):
-            stage.gatherer.gather(bucket)
-            if self._verifier is not None:
-                self._verifier.digest(bucket)
-            if self._stream is None:
-                control.produce(sync, bucket + 1)
-            else:
-                event = self._event(bucket % slots)
-                event.record(self._stream)
-                self._gathering.append((bucket, event))
-        self._announce(sync)
-
-    def _share_bucket(
-        self, sync: int, bucket: int, slots: int, timer: StageTimer, updated: Future[None] | None
-    ) -> None:
-        """All ranks, collective: put this rank's chunks where all workers read them, and gather what can't be read so."""
-        stage, group, control = self._stage, self._group, self._control
-        assert control is not None
-        if bucket >= slots:
-            # Every rank's vote says that its own worker has read the slot, of all ranks.
-            with group.together("gather"), timer.stage("wait", bucket):
-                self._wait_for_slot(sync, bucket - slots + 1, updated)
-        local = stage.gatherer.is_local(bucket)
-        with group.together("gather"):
-            with timer.stage("load", bucket), on_stream(self._stream):
-                stage.gatherer.load(bucket, stage.tensors)
-            if local:
-                with timer.stage("gather", bucket):
-                    self._finish_on_device()
-        if not local:
-            with group.together("gather"), timer.stage("gather", bucket), on_stream(self._stream):
-                stage.gatherer.gather(bucket)
-                self._finish_on_device()
-        control.produce(sync, bucket + 1)
-
-    def _finish_on_device(self) -> None:
-        if self._stream is not None:
-            event = self._event(0)
-            event.record(self._stream)
-            self._await(event)
-
-    def _announce(self, sync: int, *, wait: bool = False) -> None:
-        """Tell the worker of every bucket that the device has finished by now; with `wait`, of all of them.
-
-        The host goes on queueing while the device gathers, so this is called wherever the host would otherwise wait.
+        Returns:
+            Whether all of them load what was offered, so that there is no update request.
         """
         assert self._control is not None
-        while self._gathering:
-            bucket, event = self._gathering[0]
-            if wait:
-                self._await(event)
-            elif not event.query():
-                return
-            self._gathering.popleft()
-            self._control.produce(sync, bucket + 1)
+        with timer.stage("start"):
+            if offered:
+                taken, error = True, None
+                try:
+                    taken = self._taken(sync)
+                except Exception as caught:  # noqa: BLE001  told in the vote
+                    error = caught
+                if not self._group.vote("start", error, flag=not taken):
+                    self._requests.may_be_open()
+                    self._control.confirm(sync)
+                    return True
+                self._control.withdraw(sync)
+                self._post(sync, changed=False)
+            self._group.vote("start", outcome(self._requests.started, self._timeouts.transfer_s))
+        return False
 
-    def _await(self, event: torch.cuda.Event) -> None:
-        """Wait for the device; a collective that a rank has died in never ends there, so look now and then."""
-        next_look = time.monotonic() + _LOOK_AROUND_S
-        while not event.query():
-            time.sleep(_DEVICE_POLL_S)
-            if time.monotonic() > next_look:
-                next_look = time.monotonic() + _LOOK_AROUND_S
-                if self._group.others_failed():
-                    self._group.vote("gather")
-
-    def _event(self, index: int) -> torch.cuda.Event:
-        """The event of a slot; a slot's last one has been announced before it is filled again."""
-        while len(self._events) <= index:
-            self._events.append(torch.cuda.Event())
-        return self._events[index]
-
-    def _wait_for_slot(self, sync: int, count: int, updated: Future[None] | None) -> None:
-        """Wait for this rank's worker to free a slot, looking now and then whether the request has failed."""
+    def _taken(self, sync: int) -> bool:
+        """This rank: whether its worker, if it has one, has taken the offer."""
         assert self._control is not None
-        if not self._has_worker:
-            self._announce(sync, wait=True)
-            return
-        deadline = time.monotonic() + self._timeouts.transfer_s
-        next_look = time.monotonic() + _LOOK_AROUND_S
+        started = self._requests.started
+        deadline = time.monotonic() + _TAKE_S
+        next_look = time.monotonic() + LOOK_AROUND_S
         while True:
-            self._announce(sync)
-            step = _LOOK_S if self._gathering else _LOOK_AROUND_S
-            try:
-                self._control.wait_consumed(sync, count, step)
-                return
-            except TimeoutError:
-                if updated is not None and updated.done():
-                    updated.result()
-                if time.monotonic() > deadline:
-                    raise
-                if time.monotonic() > next_look:
-                    next_look = time.monotonic() + _LOOK_AROUND_S
-                    if self._group.others_failed():
-                        # The worker may never have heard of this sync: go where the others are, and fail with them.
-                        self._group.vote("gather")
+            ended = started is not None and started.done()
+            taken: bool | None = True
+            if self._has_worker:
+                self._buckets.announce(sync)
+                taken = self._control.wait_taken(sync, self._buckets.look_s or _START_LOOK_S)
+            if started is not None and ended:
+                started.result()
+                return bool(taken) and not self._has_worker
+            if taken is not None:
+                return taken
+            now = time.monotonic()
+            if now > deadline:
+                return False
+            if now > next_look:
+                next_look = now + LOOK_AROUND_S
+                if self._group.others_failed():
+                    return False  # the vote tells
 
-    def _fail(self, sync: int, error: BaseException, updated: Future[None] | None) -> None:
-        """After a failure: let this rank's worker go, and wait for the request that is still out."""
-        self._gathering.clear()
+    def _produce(self, sync: int, timer: StageTimer, offered: bool) -> bool:
+        """All ranks, collective: gather bucket after bucket, announcing each to this rank's worker.
+
+        Returns:
+            Whether the workers load them without an update request.
+        """
+        buckets = self._buckets
+        begun = inside = False
+        buckets.begin()
+        for bucket in range(self._stage.plan.num_buckets):
+            if bucket >= buckets.num_slots and not begun:
+                begun, inside = True, self._begin(sync, timer, offered)
+            buckets.produce(sync, bucket, timer)
+        if offered and not begun:
+            # Not after the device's work: the workers load bucket after bucket meanwhile.
+            begun, inside = True, self._begin(sync, timer, offered)
+        buckets.end(sync, timer)
+        return inside if begun else self._begin(sync, timer, offered)
+
+    def _fail(self, sync: int, error: BaseException) -> None:
+        """After a failure: let this rank's worker go, and wait for the requests that are still out."""
+        self._buckets.forget()
         if self._control is not None:
             self._control.fail(sync, f"the trainer gave up: {error}"[:4000])
-        if updated is not None:
-            outcome(updated, self._timeouts.request_s)
-
-
-def _plan_json(stage: Stage, keys: Sequence[str]) -> dict[str, Any]:
-    plan = stage.plan
-    return {
-        "tensors": [_row_json(row) for row in plan.rows],
-        "num_buckets": plan.num_buckets,
-        "packed": plan.packed,
-        "local": {
-            key: [_row_json(r) for r in rows] for key, rows in zip(keys, plan.local_rows, strict=True) if rows
-        },
-        "holders": [
-            {reader: [keys[rank] for rank in ranks] for reader, ranks in zip(keys, table, strict=True)}
-            for table in plan.holders
-        ],
-    }
-
-
-def _row_json(row: TensorRow) -> list[Any]:
-    return list(row) if row.shards >= 0 else list(row[:7]) if row.held else list(row[:6])
+        self._requests.end(self._timeouts.request_s)
 
 
 def _check_devices(keys: Sequence[str], group: TrainerGroup) -> None:
