@@ -126,9 +126,11 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
             report.step(step, loss)
             if step % job.hook.every == 0 or step == job.train.steps:
                 if pusher is None:
-                    inference.wait(report.waiting)
+                    with stages("wait for server"):
+                        inference.wait(report.waiting)
                     report.ready(server_s := time.monotonic() - began)
-                    report.before = ask()
+                    with stages("complete"):
+                        report.before = ask()
                     sender = stack.enter_context(
                         sender_of(job, model, inference.client, out, report.callbacks(left))
                     )

@@ -204,17 +204,18 @@ def kill(run: Run) -> None:
     url = run.urls.get("small-fsdp_ipc")
     base = {"shape": run.small, "dtype": "float32", "url": url}
     base["bucket_bytes"] = 64 << 10 if run.small == "toy" else 4 << 20
-    for victim in range(min(run.ranks, 2)):
-        name = f"rank {victim} of {run.ranks} killed"
+    for victim, moment in ((0, "announced"), (1, "announced"), (1, "load"))[: 3 if run.ranks > 1 else 1]:
+        name = f"rank {victim} of {run.ranks} killed ({moment})"
         if url is None:
             run.results.add(name, False, "its server is not there")
             continue
-        reports = run.out / f"killed-{victim}"
-        task = {**base, "kind": "die_in_sync", "name": name, "victim": victim, "reports": str(reports)}
+        reports = run.out / f"killed-{victim}-{moment}"
+        task = {**base, "kind": "die_in_sync", "name": name, "victim": victim, "moment": moment}
+        task["reports"] = str(reports)
         spec = {"tasks": [task], "results": str(run.out / "killed.jsonl"), "device": run.options.device}
-        path = run.out / f"tasks-kill-{victim}.json"
+        path = run.out / f"tasks-kill-{victim}-{moment}.json"
         path.write_text(json.dumps({**spec, "replicas": run.ranks}))
-        log = run.out / f"killed-{victim}"
+        log = reports
         codes = launch(run.ranks, "tests.gpu.trainer", [str(path)], log=log, timeout_s=run.clock.left(120))
         seen = []
         for rank in range(run.ranks):
@@ -229,7 +230,10 @@ def kill(run: Run) -> None:
             r["outcome"].startswith("WeightSyncError") and r["seconds"] < 85 for r in seen
         )
         run.results.add(name, good, f"exit codes {codes}; survivors {seen}")
-        run.tasks(f"after-kill-{victim}", [{**base, "kind": "push_exact", "name": f"a new job after {name}"}])
+        run.tasks(
+            f"after-kill-{victim}-{moment}",
+            [{**base, "kind": "push_exact", "name": f"a new job after {name}"}],
+        )
 
 
 PARTS: dict[str, tuple[Callable[[Run], None], Callable[[Run], None]]] = {

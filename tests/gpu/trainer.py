@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, Timeouts, WeightSender, WeightSyncError
+from fsdp_ipc.control import ControlBlock
 from recipes.probe import WorkerProbe
 from recipes.ranks import joined, on_rank0, own_device
 from recipes.shapes import build, checkpoint_tensors, fill, load_checkpoint, negate, sent_naming
@@ -379,22 +380,35 @@ def subgroup(job: Job, task: dict[str, Any]) -> None:
 
 
 def die_in_sync(job: Job, task: dict[str, Any]) -> None:
-    """One rank is killed in the middle of a push; what the others see goes into a file each."""
+    """One rank is killed in the middle of a push; what the others see goes into a file each.
+
+    `moment`: `"load"` is before its last bucket is complete, `"announced"` while workers read what all ranks have.
+    """
     model = make_model(job, task)
     with make_sender(model, task) as sender:
         sender.send()
         stage = sender._stage
-        load = stage.gatherer.load
+        last = min(2, stage.plan.num_buckets)
+        load, produce = stage.gatherer.load, ControlBlock.produce
+        dying = dist.get_rank() == task["victim"]
         calls = 0
 
         def dying_load(bucket: int, tensors: Any) -> None:
             nonlocal calls
             calls += 1
-            if calls == 2 and dist.get_rank() == task["victim"]:
+            if calls == last and dying:
                 os.kill(os.getpid(), signal.SIGKILL)
             load(bucket, tensors)
 
-        stage.gatherer.load = dying_load  # type: ignore[method-assign]
+        def dying_produce(self: ControlBlock, sync: int, count: int) -> None:
+            produce(self, sync, count)
+            if dying:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if task["moment"] == "load":
+            stage.gatherer.load = dying_load  # type: ignore[method-assign]
+        else:
+            ControlBlock.produce = dying_produce  # type: ignore[method-assign]
         began = time.monotonic()
         try:
             sender.send()
