@@ -140,8 +140,8 @@ class NativeDelivery:
 
     def _make_probe(self, name: str) -> IpcHandle:
         """Memory by which each worker sees whether it can read this rank's."""
-        if self._probe is None:
-            self._probe = handles.allocate(PROBE_BYTES, self._device, key=self._key)
+        self._close_probe()
+        self._probe = handles.allocate(PROBE_BYTES, self._device, key=self._key)
         self._probe.bytes.copy_(probe_bytes(name))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -245,6 +245,7 @@ class NativeDelivery:
         self._connected = False
         # A worker that did not answer may still read this memory: it is never written again.
         self._stage.close()
+        self._close_probe()
         self._requests.recover(self._session, reason)
 
     def close(self) -> None:
@@ -255,10 +256,13 @@ class NativeDelivery:
             self._control = None
         if self._verifier is not None:
             self._verifier.close()
+        self._close_probe()
+        self._connected = False
+
+    def _close_probe(self) -> None:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-        self._connected = False
 
     def _wanted(self) -> HeldExperts | None:
         """The experts that each rank's worker holds; None where delivery is not rank-local."""
