@@ -51,7 +51,7 @@ class HeldExperts:
         self._readers = {key: tuple(ranks) for key, ranks in readers.items()}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeldExperts) and self._experts == other._experts
+        return self is other or (isinstance(other, HeldExperts) and self._experts == other._experts)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -21,7 +21,8 @@ class TransferStats:
         num_tensors: Checkpoint tensors sent.
         num_buckets: Buckets they were gathered in.
         resident_bytes: Of `bytes`, those read from the trainer's own memory without a copy.
-        peer_bytes: Bytes that the worker on this rank's device read out of other ranks' memory.
+        peer_bytes: Of `bytes` (or of their wider form in memory), those that lay in other ranks' memory; a worker that needs
+            only slices of its tensors reads fewer.
         seconds: The whole of `send`.
         stage_s: Seconds by stage. They overlap in part: `request` runs while `gather` does.
         worker: What the worker on this rank's device reported, where it reports.

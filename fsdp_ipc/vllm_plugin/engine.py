@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 TOKEN_ENV = "FSDP_IPC_TOKEN"
 MAX_PLANS = 8
 
-OFFER_S = 0.01
+OFFER_S = 0.03
 """How long a start waits whether the trainer offers a sync like the last one; the server does nothing else meanwhile."""
 
 

@@ -99,7 +99,7 @@ class NativeDelivery:
         self._connected = False
         self._known_plan = ""
         self._handles: dict[str, list[dict[str, Any]]] = {}
-        self._experts: list[dict[str, list[int]] | None] = [None] * group.size
+        self._wanted: HeldExperts | None = None
         self._has_worker = False
         self._publishes = publishes
         self._requests = NativeRequests(client if group.is_sender else None)
@@ -168,7 +168,11 @@ class NativeDelivery:
         if alone and group.is_sender:
             logger.warning("no vLLM worker reads from trainer ranks %s", alone)
         # A rank that nobody reads from is asked for no experts, which does not hinder the others.
-        self._experts = [{} if greeting is None else greeting.get("experts") for greeting in greetings]
+        held: list[dict[str, list[int]] | None] = [
+            {} if greeting is None else greeting.get("experts") for greeting in greetings
+        ]
+        told = self._rank_local_experts and all(experts is not None for experts in held)
+        self._wanted = HeldExperts([experts or {} for experts in held]) if told else None
         everybody = range(group.size)
         self._reads = [
             frozenset([rank, *(everybody if greeting is None else greeting.get("reads", ()))])
@@ -194,7 +198,7 @@ class NativeDelivery:
                 requests.start(None)
             try:
                 agree = (f"version {version!r}", f"sync {sync}")
-                changed = stage.refresh(self._wanted(), agree, self._reads)
+                changed = stage.refresh(self._wanted, agree, self._reads)
                 offered = early and not changed and self._verifier is None
                 if early:
                     self._offer(sync, offered)
@@ -263,12 +267,6 @@ class NativeDelivery:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-
-    def _wanted(self) -> HeldExperts | None:
-        """The experts that each rank's worker holds; None where delivery is not rank-local."""
-        if not self._rank_local_experts or any(e is None for e in self._experts):
-            return None
-        return HeldExperts([e or {} for e in self._experts])
 
     def _offer(self, sync: int, offered: bool) -> None:
         """This rank: tell the worker, which may be waiting in its start, whether this sync goes like the last one."""
