@@ -33,7 +33,9 @@ def unreadable(probe: IpcHandle, name: str, device: torch.device) -> str | None:
     except Exception as error:  # noqa: BLE001  whatever it is, the shards are gathered then
         return f"{type(error).__name__}: {error}"
     try:
-        seen = buffer.bytes.cpu()
+        seen = (
+            buffer.bytes.clone().cpu()
+        )  # over the way that a sync takes, not from that GPU straight to the host
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
