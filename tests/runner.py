@@ -25,7 +25,17 @@ from typing import Any
 
 GROUP_TIMEOUT_S = 30.0
 _GRACE_AFTER_FAILURE_S = 5.0
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest", "tests.runner"]
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",  # which `fully_shard` imports when it is first called: most of a second in every rank of every test
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "pytest",
+    "fsdp_ipc",
+    "tests.runner",
+    "tests.toy",
+    "tests.native_worker",
+]
 _SHM_DIR = Path("/dev/shm")
 
 

@@ -103,9 +103,9 @@ class NativeDelivery:
         self._has_worker = False
         self._publishes = publishes
         self._requests = NativeRequests(client if group.is_sender else None)
-        self._buckets = BucketProducer(
-            stage, group, device, timeouts, lambda: self._requests.loading, verifier
-        )
+        requests = self._requests
+        # Not a way back to this object: a cycle would keep client and connections until Python's collector comes by.
+        self._buckets = BucketProducer(stage, group, device, timeouts, lambda: requests.loading, verifier)
 
     def connect(self) -> None:
         """All ranks, collective: give every worker the name of the control block that it shares with a rank."""
