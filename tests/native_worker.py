@@ -139,7 +139,8 @@ class NativeWorker:
                 seen = self._seen(row)
                 self._pending[row.name] = seen if self.late and not plan.packed else seen.clone()
             if plan.packed and rows:
-                own = {row.allocation for row in rows if row.shards < 0}
+                # What other workers read, too, is not this one's to ruin.
+                own = {r.allocation for r in rows} - {r.allocation for r in rows if r.shards >= 0}
                 self.after_bucket([self._buffers[self._endpoint.device, index].bytes for index in own])
             control.consume(info.sync, bucket + 1)
         self.sync, self._released = info.sync, not plan.packed

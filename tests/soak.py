@@ -29,6 +29,7 @@ from tests.fake_server import FakeServer
 from tests.fault_server import digests
 from tests.native_worker import NativeWorker
 from tests.runner import _context
+from tests.sharded import into_shared_memory
 from tests.toy import full
 
 RANKS = 2
@@ -44,7 +45,7 @@ class PoisoningWorker(NativeWorker):
     """
 
     def __init__(self, index: int, seed: int) -> None:
-        super().__init__(index)
+        super().__init__(index, peers=True)
         self._random = random.Random(seed * 31 + index)
 
     def before_bucket(self, bucket: int) -> None:
@@ -145,7 +146,7 @@ def expected(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Ten
 
 
 def push(
-    rank: int, world: int, url: str, seed: int, for_s: float, at_most: int, hasty: bool = False
+    rank: int, world: int, url: str, seed: int, for_s: float, at_most: int, hasty: str = ""
 ) -> dict[str, Any]:
     """Sync after sync until time is up; what was wrong, and what this rank and the server held along the way.
 
@@ -156,7 +157,7 @@ def push(
         seed: Of all that is drawn.
         for_s: Seconds.
         at_most: Syncs.
-        hasty: Rank 1 announces each bucket before it fills it, which must show.
+        hasty: Rank 1 announces each bucket before it fills it, which must show, where it is "gathered" or "shared".
     """
     drawn = random.Random(seed)  # the same on all ranks
     own = random.Random(seed * 7 + rank)  # this rank's own delays
@@ -189,6 +190,9 @@ def push(
             largest = max(p.numel() for p in model.parameters()) * 4
             settings["bucket_bytes"] = max(256, largest + drawn.randint(0, 600))
         dtype = drawn.choice([None, torch.bfloat16])
+        # Gathered, read by both workers from both ranks' slots, or read where the parameters lie.
+        settings["peer_reads"] = drawn.random() < 0.6 if not hasty else hasty == "shared"
+        held_by_others = into_shared_memory(model) if not hasty and drawn.random() < 0.5 else []
         with WeightSender(
             DTensorSource(model, dtype=dtype), client if rank == 0 else None, **settings
         ) as sender:
@@ -209,7 +213,9 @@ def push(
                 )
                 if not going:
                     break
-        del model, sender
+        for buffer in held_by_others:
+            buffer.close()
+        del model, sender, held_by_others
         server = None
         if rank == 0:
             held = requests.post(f"{url}/held", json={"figures": True}, timeout=30).json()

@@ -14,7 +14,7 @@ from tests.soak import RANKS, Server, push
 MIB = 1 << 20
 
 
-def soak(seed: int, for_s: float, at_most: int = 1 << 30, *, hasty: bool = False) -> list[dict[str, Any]]:
+def soak(seed: int, for_s: float, at_most: int = 1 << 30, *, hasty: str = "") -> list[dict[str, Any]]:
     """What each rank saw."""
     server = Server(seed)
     try:
@@ -65,9 +65,10 @@ def test_a_short_soak() -> None:
     check(ranks, limit_bytes=24 * MIB, server_limit_bytes=128 * MIB)
 
 
-def test_a_soak_can_fail() -> None:
+@pytest.mark.parametrize("how", ["gathered", "shared"])
+def test_a_soak_can_fail(how: str) -> None:
     """A rank that announces buckets before they are filled is found out by what was left in the memory."""
-    assert soak(seed=1, for_s=100.0, at_most=5, hasty=True)[0]["wrong"] > 0
+    assert soak(seed=1, for_s=100.0, at_most=5, hasty=how)[0]["wrong"] > 0
 
 
 @pytest.mark.soak
