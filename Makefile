@@ -52,8 +52,8 @@ test: $(READY) wheels ## run every test that this machine can run, real vLLM ser
 	@$(PYTEST) $(SIDE_BY_SIDE) -m "not server and not soak" $(ARGS) || [ $$? -eq 5 ]  # 5: none was chosen
 	$(PYTEST) -m "server and not soak" $(ARGS) || [ $$? -eq 5 ]  # a server wants all cores
 
-test-fast: $(READY) ## run the tests that start no server
-	@$(PYTEST) $(SIDE_BY_SIDE) -m "not server and not soak" $(ARGS)
+test-fast: $(READY) ## run what takes a few minutes: no servers, no jobs of many processes, not every drawn example
+	@$(PYTEST) $(SIDE_BY_SIDE) -m "not server and not soak and not slow" $(ARGS)
 
 test-gpu: $(READY) ## run the tests that need one GPU, then real servers on it: weights, words, faults
 	@$(PYTEST) -m "gpu and not multigpu" $(ARGS)

@@ -26,6 +26,17 @@ except ImportError:  # the tests that need it say so themselves
     pass
 
 
+SLOW_FILES = frozenset(
+    f"test_{name}.py"
+    for name in (
+        "fault_matrix", "soak", "layouts_drawn", "launch", "bench", "grpo", "recipes", "contract_vllm", "torchtitan", "fuzz_wire",
+        "plugin_engine", "copy_plan_vllm", "verify_vllm", "models", "peft", "hooks", "field_hangs", "doctor_server", "digest",
+        "report", "docs", "docs_hooks", "readme", "callbacks", "vllm_trainer",
+    )
+)  # fmt: skip
+"""Files of many processes or of many drawn examples; `make test-fast` leaves them out, to take a few minutes."""
+
+
 def pytest_configure() -> None:
     """A run that is told to end takes its servers along, as with Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -55,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "soak": None if config.getoption("--soak") else "takes many minutes; run it with: make soak",
     }
     for item in items:
+        if item.path.name in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
