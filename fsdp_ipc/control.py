@@ -293,6 +293,13 @@ class ControlBlock:
             raise ValueError(f"expected the worker's report as a JSON object, got {type(report).__name__}")
         return report
 
+    def wait_report(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the worker's report as soon as there is one, None after `timeout_s` seconds without (the trainer)."""
+        deadline = time.monotonic() + timeout_s
+        while (report := self.read_report()) is None and time.monotonic() < deadline:
+            time.sleep(_LAST_SLEEP_S)
+        return report
+
     def close(self) -> None:
         """Let go of the block; the peer's waits raise from now on. The trainer's side also unlinks the file."""
         if self._closed:

@@ -62,7 +62,8 @@ class Reach:
     def table_of(self, item: StreamItem) -> int:
         """The number of the table that says from where each worker reads each chunk; -1 if there is a worker that can't."""
         spec = item.inputs[0]
-        if spec.layout.kind != "shard" or not item.is_direct or spec.nbytes == 0:
+        # Ranks that shard a tensor over meshes of their own, each over another one, have no common list of holders.
+        if spec.layout.kind != "shard" or not spec.layout.ranks or not item.is_direct or spec.nbytes == 0:
             return -1
         if id(spec.layout) not in self._numbers:
             table = self._table(spec.layout)

@@ -304,24 +304,24 @@ class _Seen:
         tensors = [each for each in self._objects if isinstance(each, torch.Tensor)]
         self._locals = LocalTensors(tensors)
         self._specs = list(map(_SPEC, self._locals.wrapped))
-        self._dtypes, self._numels = self._kinds()
+        self._dtypes, self._shapes = self._kinds()
 
     def differs(self) -> bool:
-        """Whether the module holds other objects now, or the same ones with another dtype or size."""
+        """Whether the module holds other objects now, or the same ones with another dtype or shape."""
         now = self._now()
         # `!=` on tensors would compare their elements.
         if len(now) != len(self._objects) or not all(map(operator.is_, now, self._objects)):
             return True
         if any(self._empty) or not all(map(operator.is_, map(_SPEC, self._locals.wrapped), self._specs)):
             return True
-        dtypes, numels = self._kinds()
-        return not all(map(operator.is_, dtypes, self._dtypes)) or numels != self._numels
+        dtypes, shapes = self._kinds()
+        return not all(map(operator.is_, dtypes, self._dtypes)) or shapes != self._shapes
 
     def _kinds(self) -> tuple[list[torch.dtype], list[int]]:
-        # Of local tensors, since a DTensor's own properties take several times as long; and nothing that Python's collector
-        # counts, such as thousands of shapes: it would walk through all objects of the training process.
+        # Of local tensors, since a DTensor's own properties take several times as long; and numbers instead of thousands of
+        # shapes, which Python's collector would count and then walk through all objects of the training process.
         held = self._locals.now()
-        return list(map(_DTYPE, held)), list(map(torch.Tensor.numel, held))
+        return list(map(_DTYPE, held)), list(map(hash, map(_SHAPE, held)))
 
     def _now(self) -> list[Any]:
         found = list(chain.from_iterable(map(dict.values, self._whole)))
@@ -330,7 +330,7 @@ class _Seen:
         return found
 
 
-_SPEC, _DTYPE = map(operator.attrgetter, ("_spec", "dtype"))
+_SPEC, _DTYPE, _SHAPE = map(operator.attrgetter, ("_spec", "dtype", "shape"))
 
 
 def _check_type(name: str, tensor: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ class Stage:
         self._tensors: Sequence[Held] = ()
         self._plan: TransferPlan | None = None
         self.handles: list[IpcHandle] = []
-        self.memory: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
         self.epoch = 0
         self.num_tensors = self.wire_bytes = self.resident_bytes = self.peer_bytes = 0
 
@@ -95,6 +95,11 @@ class Stage:
         """The plan bound to memory."""
         assert self._gatherer is not None
         return self._gatherer
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """All that is exported, uint8 by allocation; made anew, since parameters are not to be kept alive from here."""
+        return [*self._memory, *(local_of(tensor).view(-1).view(torch.uint8) for tensor in self._seen)]
 
     @property
     def tensors(self) -> Sequence[Held]:
@@ -150,7 +155,7 @@ class Stage:
     def release_unpacked(self) -> None:
         """After the barrier of a sync: give the single allocations of unpacked mode back."""
         if self._singles:
-            self._gatherer, self.memory = None, []
+            self._gatherer, self._memory = None, []
         singles, self._singles = self._singles, []
         for buffer in singles:
             try:
@@ -165,7 +170,7 @@ class Stage:
             self._slots.close()
         self._slots, self._gatherer, self._plan = None, None, None
         self._seen, self._locals = [], LocalTensors(())
-        self._tensors, self.handles, self.memory = (), [], []
+        self._tensors, self.handles, self._memory = (), [], []
 
     def _measure(self, plan: TransferPlan, items: Sequence[StreamItem]) -> None:
         """What a sync moves, counted once for a plan."""
@@ -249,7 +254,7 @@ class Stage:
             pointers = self._pointers()
             resident = [local_of(tensor) for tensor in self._seen]
             self.handles += [handles.export(tensor, key=self._key) for tensor in resident]
-            self.memory = memory + [tensor.view(-1).view(torch.uint8) for tensor in resident]
+            self._memory = memory
             self._resident_pointers = pointers
 
     def _reuse_or_allocate_slots(self) -> None:

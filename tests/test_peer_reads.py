@@ -236,3 +236,25 @@ def test_replicas_of_a_shard_share_the_reading() -> None:
         _assert_holds(workers[rank], wanted)
         assert peer_bytes == sum(t.nbytes for t in wanted.values()) // 2
         assert holders == (((0, 1), (0, 1), (2, 3), (2, 3)),)
+
+
+def _sub_meshes(rank: int, world: int, url: str) -> Any:
+    """FSDP by hand in each replica: every rank knows its own mesh only."""
+    del rank
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(build(), mesh["shard"])
+    with make_sender(model, url, dtype=None, group=mesh) as sender:
+        for _ in range(2):
+            sender.send()
+            wanted = full(model, None)
+            change(model)
+        return wanted, sender._stage.peer_bytes
+
+
+def test_shards_over_meshes_that_differ_by_rank_are_gathered() -> None:
+    server, workers = _serve(4)
+    with server:
+        ranks = run_ranks(_sub_meshes, 4, server.url)
+    for rank, (wanted, peer_bytes) in enumerate(ranks):
+        _assert_holds(workers[rank], wanted)
+        assert peer_bytes == 0

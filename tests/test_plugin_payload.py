@@ -22,7 +22,7 @@ SESSION = "0123456789abcdef" * 2
 
 def _init() -> dict[str, Any]:
     return {
-        "protocol": 1,
+        "protocol": 2,
         "session": SESSION,
         "token": None,
         "endpoints": [{"device": "cpu:host:0", "control": "fsdp_ipc-1-ab.ctl"}],
@@ -94,7 +94,7 @@ def test_an_abort_is_told_from_an_update() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("protocol", 2),
+        ("protocol", 1),
         ("protocol", "1"),
         ("protocol", True),
         ("session", SESSION[:-1]),

@@ -45,8 +45,12 @@ from fsdp_ipc.wire.native_requests import NativeRequests, plan_json
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
 TOKEN_ENV = "FSDP_IPC_TOKEN"
+
+_HELLO_S = 2.0
+"""How long a rank waits for its worker's greeting before it counts as one without: vLLM may have answered for the worker
+before it got there (a failed call leaves answers in the queues of tensor-parallel workers, and a later call takes those)."""
 
 _TAKE_S = 1.0
 """How long a rank waits until its worker has taken an offer; where the server is busy for longer, a request is no loss."""
@@ -154,7 +158,7 @@ class NativeDelivery:
         """
         group = self._group
         with group.together("connect"):
-            hello = control.read_report()
+            hello = control.wait_report(_HELLO_S)
         self._has_worker = hello is not None
         self._buckets.meet(control, self._has_worker)
         greetings = group.gather_objects(hello, "connect")

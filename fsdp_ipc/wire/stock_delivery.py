@@ -219,7 +219,8 @@ class StockDelivery:
             if plan.packed:
                 mine = [stock_rebuild_args(stage.memory[bucket % plan.num_slots])]
             else:
-                mine = [stock_rebuild_args(_view(stage.memory[row.allocation], row)) for row in rows]
+                memory = stage.memory
+                mine = [stock_rebuild_args(_view(memory[row.allocation], row)) for row in rows]
         everybody = group.gather_objects({self._key: mine}, "handles")
         if not group.is_sender:
             return {}
