@@ -70,7 +70,7 @@ def test_experts_were_spread_over_both_ranks(outcome: tuple[dict[str, Any], Serv
     # The stream has 3-D names only if that was asked for: 2 layers of 8 experts with 3 matrices each, or of 2.
     number = 3 + 2 * 9 + (2 * 2 if variant.endswith("fused") else 2 * 8 * 3)
     assert [rank["stats"]["num_tensors"] for rank in (first, second)] == [number, number]
-    assert first["stats"]["num_buckets"] >= 4
+    assert first["stats"]["num_buckets"] >= 3  # more than there are slots
     # One worker, which reads from the first rank: the second neither waits for one nor hears of one.
     assert first["stats"]["worker"]["num_tensors"] == number
     assert second["stats"]["worker"] is None
