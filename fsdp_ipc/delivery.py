@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
+from fsdp_ipc.metadata import Layout, StreamItem
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _delivery(
     item: StreamItem, readers: tuple[tuple[int, ...], ...], held: list[int | None]
 ) -> LocalDelivery | None:
     spec = item.inputs[0]
-    rows = chunk_rows(spec.shape[0], spec.layout.num_shards) if spec.layout.kind == "shard" else 0
+    rows = spec.chunk_rows if spec.layout.kind == "shard" else 0
     chunks = []
     for emit, ranks in zip(item.recipe.emits, readers, strict=True):
         chunk = 0

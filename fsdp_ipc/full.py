@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_ipc.group import all_gather
 from fsdp_ipc.layout import local_of
-from fsdp_ipc.metadata import StreamItem, TensorSpec, chunk_rows
+from fsdp_ipc.metadata import StreamItem, TensorSpec
 
 Held = torch.Tensor | Callable[[], torch.Tensor]
 """A rank's DTensor or plain tensor, or a function that makes it; the function may use its memory again when called
@@ -84,7 +84,7 @@ def assemble(spec: TensorSpec, part: Part, broadcast: Broadcast | None = None) -
     mesh = held.device_mesh
     if kind == "shard":
         axis, chunks = spec.layout.axis, spec.layout.num_shards
-        rows = chunk_rows(spec.shape[0], chunks)
+        rows = spec.chunk_rows
         out = torch.empty((chunks, rows, *spec.shape[1:]), dtype=spec.wire_dtype, device=local.device)
         own = out[mesh.get_local_rank(axis)]
         if local.numel():

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_ipc.full import Broadcast, Held, Part, as_bytes, assemble, now, part_of
 from fsdp_ipc.group import all_gather
 from fsdp_ipc.layout import local_of
-from fsdp_ipc.metadata import StreamItem, TensorSpec, chunk_rows
+from fsdp_ipc.metadata import StreamItem, TensorSpec
 from fsdp_ipc.pieces import SMALL_BYTES
 from fsdp_ipc.plan import Segment, TransferPlan
 
@@ -342,10 +342,10 @@ def _bind_sharded(
         raise TypeError(f"{item.recipe.fqn}: planned as a DTensor, is a {type(held).__name__} now")
     spec, axis = item.inputs[0], item.inputs[0].layout.axis
     chunks, rank = spec.layout.num_shards, held.device_mesh.get_local_rank(axis)
-    rows = chunk_rows(spec.shape[0], chunks)
+    rows = spec.chunk_rows
     first, end = segment.rows or (0, rows)
     if segment.local:
-        own = min(end, spec.shape[0] - rank * rows) - first
+        own = min(end, spec.rows_in_chunk(rank)) - first
         if own > 0:
             target = _typed(memory, segment.offset, (own, *spec.shape[1:]), spec.wire_dtype)
             work.copies.append(_Copy(item.index, target, segment.rows))

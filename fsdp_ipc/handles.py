@@ -106,6 +106,10 @@ class OpenedBuffer(_Buffer):
             self._release()
 
 
+_shared_on_cpu: WeakSet[SharedBuffer] = WeakSet()
+"""What this process has allocated on the CPU, so that a tensor that lies there can be exported as it is."""
+
+
 def allocate(nbytes: int, device: torch.device, *, key: str) -> SharedBuffer:
     """Allocate memory that can be exported, and export it. Not collective.
 
@@ -159,9 +163,6 @@ def _shared_at(tensor: torch.Tensor) -> tuple[SharedBuffer, int] | None:
             if 0 <= at <= buffer.bytes.numel() - tensor.nbytes:
                 return buffer, at
     return None
-
-
-_shared_on_cpu: WeakSet[SharedBuffer] = WeakSet()
 
 
 def export(tensor: torch.Tensor, *, key: str) -> IpcHandle:

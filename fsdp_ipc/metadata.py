@@ -115,11 +115,20 @@ class TensorSpec:
         return math.prod(self.shape[1:]) * self.wire_dtype.itemsize
 
     @property
+    def chunk_rows(self) -> int:
+        """Rows along dim 0 of every chunk but the last ones, split as `torch.chunk` and `Shard(0)` do; all if it is not split."""
+        return -(-self.shape[0] // self.layout.num_shards)
+
+    def rows_in_chunk(self, index: int) -> int:
+        """Rows that a chunk really has: fewer at the end, or none."""
+        return max(0, min(self.chunk_rows, self.shape[0] - index * self.chunk_rows))
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes that an in-place all-gather of equal chunks writes: `nbytes` rounded up to whole chunks."""
         if self.layout.kind != "shard":
             return self.nbytes
-        return chunk_rows(self.shape[0], self.layout.num_shards) * self.layout.num_shards * self.row_bytes
+        return self.chunk_rows * self.layout.num_shards * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -151,8 +160,3 @@ class StreamItem:
         held = self.inputs[0].layout
         held_as = (held.ranks, held.mesh_shape, held.placements)
         return [ParamMeta(emit.name, self.wire_dtype, emit.shape, *held_as) for emit in self.recipe.emits]
-
-
-def chunk_rows(rows: int, num_chunks: int) -> int:
-    """Rows of every chunk but the last ones when dim 0 is split as `torch.chunk` and `Shard(0)` do."""
-    return -(-rows // num_chunks)

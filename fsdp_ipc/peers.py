@@ -28,6 +28,8 @@ def unreadable(probe: IpcHandle, name: str, device: torch.device) -> str | None:
         name: Name of the rank's control block.
         device: This process's own device.
     """
+    if probe.nbytes != PROBE_BYTES:
+        return f"it exported {probe.nbytes} bytes to try with, expected {PROBE_BYTES}"
     try:
         buffer = open_handle(probe, device, peer=True)
     except Exception as error:  # noqa: BLE001  whatever it is, the shards are gathered then
@@ -40,6 +42,6 @@ def unreadable(probe: IpcHandle, name: str, device: torch.device) -> str | None:
         return f"{type(error).__name__}: {error}"
     finally:
         buffer.close()
-    if seen.shape != (PROBE_BYTES,) or not torch.equal(seen, probe_bytes(name)):
+    if not torch.equal(seen, probe_bytes(name)):
         return "its memory reads as something else"
     return None

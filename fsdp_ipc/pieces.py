@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from fsdp_ipc.metadata import StreamItem, chunk_rows
+from fsdp_ipc.metadata import StreamItem
 from fsdp_ipc.recipe import Emit
 
 SMALL_BYTES = 1 << 20
@@ -64,7 +64,7 @@ def local_piece(item: StreamItem, index: int, rows: tuple[int, int] | None = Non
     spec = item.inputs[0]
     if spec.layout.kind != "shard":
         return Piece(index, spec.nbytes, True, (), ())
-    first, end = rows or (0, chunk_rows(spec.shape[0], spec.layout.num_shards))
+    first, end = rows or (0, spec.chunk_rows)
     return Piece(index, (end - first) * spec.row_bytes, True, (), (), rows)
 
 
@@ -80,7 +80,7 @@ def units_of(item: StreamItem, *, back_to_back: bool) -> list[tuple[int, int]]:
         return []
     if spec.row_bytes == 0 or not spec.shape:
         return []
-    rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
+    rows = spec.chunk_rows
     if back_to_back and (not _tiles(item) or rows * spec.layout.num_shards != spec.shape[0]):
         return []
     ranges = set()
@@ -105,7 +105,7 @@ def cut(item: StreamItem, index: int, units: Sequence[tuple[int, int]], slot_byt
     """Cut an item into pieces of at most `slot_bytes`, each as large as can be."""
     spec, itemsize = item.inputs[0], item.wire_dtype.itemsize
     chunks = spec.layout.num_shards
-    rows = chunk_rows(spec.shape[0], chunks)
+    rows = spec.chunk_rows
     ranges = _joined(units, slot_bytes // (chunks * spec.row_bytes))
     members: list[list[tuple[Emit, int]]] = [[] for _ in ranges]
     piece_of = {row: n for n, (first, end) in enumerate(ranges) for row in range(first, end)}
@@ -165,7 +165,7 @@ def _is_torn(item: StreamItem, names: Collection[str]) -> bool:
     units = units_of(item, back_to_back=False)
     if not units:
         return False
-    rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
+    rows = spec.chunk_rows
     at = {emit.rows(spec.shape)[0] % rows for emit in item.recipe.emits if emit.name in names}
     return sum(any(first <= row < end for row in at) for first, end in units) > 1
 

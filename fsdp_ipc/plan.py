@@ -89,7 +89,7 @@ class TransferPlan:
         rows: Checkpoint tensors that every worker reads.
         local_rows: By group rank, the tensors that only the worker on that rank's GPU reads.
         resident: Items whose own memory is exported, in the order of their allocations after the slots.
-        holders: Who holds which chunk of them, for rows that name one (`TensorRow.shards`).
+        holders: Who holds which chunk of a tensor that workers read from several ranks; rows name theirs (`TensorRow.shards`).
         slot_bytes: Size of a slot; 0 when there is none.
         num_slots: Number of slots in use.
         allocation_bytes: Sizes of the single allocations (unpacked mode); they come after the slots.
@@ -153,11 +153,8 @@ def build_plan(
     clusters = clusters_of(items, atomic)
     reach = Reach(ranks, reads) if reads is not None else None
     tables = _tables(items, local, reach)
-    kept = [
-        i
-        for i in sorted(resident)
-        if i not in clusters and _stays(items[i], i in local, tables.get(i), reach)
-    ]
+    readable = {*tables, *local} if reach is not None else set()
+    kept = [i for i in sorted(resident) if i not in clusters and _stays(items[i], i in readable, i in local)]
     leave = set(kept)
     staged = [i for i in range(len(items)) if i not in leave]
 
@@ -358,12 +355,10 @@ def _tables(
     return {i: table for i, table in found if table >= 0}
 
 
-def _stays(item: StreamItem, local: bool, table: int | None, reach: Reach | None) -> bool:
+def _stays(item: StreamItem, readable: bool, local: bool) -> bool:
     """Whether memory that can be exported needs no slot: whole, or read by those who can read it where it lies."""
     spec = item.inputs[0]
-    if spec.layout.kind == "whole":
-        return True
-    return reach is not None and (local or (table is not None and spec.dtype == spec.wire_dtype))
+    return spec.layout.kind == "whole" or (readable and (local or spec.dtype == spec.wire_dtype))
 
 
 def _digest(

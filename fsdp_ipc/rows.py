@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fsdp_ipc.delivery import LocalDelivery
 from fsdp_ipc.dtypes import dtype_name
-from fsdp_ipc.metadata import Layout, StreamItem, chunk_rows
+from fsdp_ipc.metadata import Layout, StreamItem
 from fsdp_ipc.recipe import Emit
 
 Holders = tuple[tuple[int, ...], ...]
@@ -137,7 +137,7 @@ def chunk_rows_of(
         rows: Range of rows of every rank's chunk that lies there; None for all of it.
     """
     spec, dtype = item.inputs[0], dtype_name(item.wire_dtype)
-    size = chunk_rows(spec.shape[0], spec.layout.num_shards)
+    size = spec.chunk_rows
     base = offset - (rows[0] * spec.row_bytes if rows is not None else 0)
     for emit in item.recipe.emits:
         if rows is not None and not rows[0] <= emit.rows(spec.shape)[0] % size < rows[1]:
@@ -170,7 +170,7 @@ def local_rows(
     """
     spec = item.inputs[0]
     dtype, (held, scale) = dtype_name(item.wire_dtype), _held(item) if exported else ("", 1)
-    size = chunk_rows(spec.shape[0], spec.layout.num_shards) if spec.layout.kind == "shard" else 0
+    size = spec.chunk_rows if spec.layout.kind == "shard" else 0
     for emit, readers, chunk in zip(item.recipe.emits, delivery.readers, delivery.chunks, strict=True):
         skipped = chunk * size
         if rows is not None:

@@ -22,7 +22,7 @@ from fsdp_ipc.gather import Gatherer
 from fsdp_ipc.group import TrainerGroup
 from fsdp_ipc.handles import IpcHandle, SharedBuffer
 from fsdp_ipc.layout import LocalTensors, local_of
-from fsdp_ipc.metadata import StreamItem, TensorSpec, chunk_rows
+from fsdp_ipc.metadata import StreamItem, TensorSpec
 from fsdp_ipc.plan import PlanLimits, TransferPlan, build_plan
 from fsdp_ipc.replicas import check_replicas
 from fsdp_ipc.rows import peer_bytes
@@ -252,8 +252,7 @@ class Stage:
             self.handles = list(slots.handles[: plan.num_slots]) if slots else []
             self.handles += [buffer.handle for buffer in self._singles]
             pointers = self._pointers()
-            resident = [local_of(tensor) for tensor in self._seen]
-            self.handles += [handles.export(tensor, key=self._key) for tensor in resident]
+            self.handles += [handles.export(local_of(tensor), key=self._key) for tensor in self._seen]
             self._memory = memory
             self._resident_pointers = pointers
 
@@ -298,6 +297,4 @@ def _held_shape(spec: TensorSpec, held: torch.Tensor) -> tuple[int, ...]:
     """What this rank's piece looks like if it is a plain chunk of dim 0, or all of it."""
     if spec.layout.kind != "shard" or not isinstance(held, DTensor):
         return spec.shape
-    rows = chunk_rows(spec.shape[0], spec.layout.num_shards)
-    first = held.device_mesh.get_local_rank(spec.layout.axis) * rows
-    return (max(0, min(rows, spec.shape[0] - first)), *spec.shape[1:])
+    return (spec.rows_in_chunk(held.device_mesh.get_local_rank(spec.layout.axis)), *spec.shape[1:])

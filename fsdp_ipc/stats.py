@@ -24,7 +24,7 @@ class TransferStats:
         peer_bytes: Of `bytes` (or of their wider form in memory), those that lay in other ranks' memory; a worker that needs
             only slices of its tensors reads fewer.
         seconds: The whole of `send`.
-        stage_s: Seconds by stage. They overlap in part: `request` runs while `gather` does.
+        stage_s: Seconds by stage, as this rank spent them one after the other; what is in none of them is not listed.
         worker: What the worker on this rank's device reported, where it reports.
     """
 

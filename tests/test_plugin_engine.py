@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,11 +120,18 @@ def test_packed_gives_what_a_fresh_load_gives(
         engine.shutdown()
 
 
-def test_a_sync_like_the_last_one_is_loaded_in_start(served: dict[str, Any], engine: Any) -> None:
+@contextmanager
+def _after_a_sync(served: dict[str, Any], engine: Any) -> Iterator[tuple[HandTrainer, EngineRoutes]]:
+    """A trainer that has sent the weights of seed 2 in five buckets."""
     routes = EngineRoutes(engine)
     with HandTrainer(routes) as trainer:
         trainer.connect()
         trainer.send(packed_layout(_named(served, 2), num_buckets=5))
+        yield trainer, routes
+
+
+def test_a_sync_like_the_last_one_is_loaded_in_start(served: dict[str, Any], engine: Any) -> None:
+    with _after_a_sync(served, engine) as (trainer, routes):
         routes.update = None  # type: ignore[method-assign, assignment]
         for seed in (3, 2, 3):
             (report,) = trainer.send(packed_layout(_named(served, seed), num_buckets=5), offered=True)
@@ -169,10 +177,7 @@ def _lose_a_rank(bucket: int) -> None:
 def test_an_offer_that_is_withdrawn_or_late_leaves_it_to_the_request(
     served: dict[str, Any], engine: Any
 ) -> None:
-    routes = EngineRoutes(engine)
-    with HandTrainer(routes) as trainer:
-        trainer.connect()
-        trainer.send(packed_layout(_named(served, 2), num_buckets=5))
+    with _after_a_sync(served, engine) as (trainer, routes):
         (control,) = trainer.controls
         for number, seed in enumerate((3, 2)):
             sync = trainer.sync + 1
@@ -197,10 +202,7 @@ def test_an_offer_that_is_withdrawn_or_late_leaves_it_to_the_request(
 def test_a_failure_while_loading_in_start_is_told_and_leaves_a_whole_model(
     served: dict[str, Any], engine: Any
 ) -> None:
-    routes = EngineRoutes(engine)
-    with HandTrainer(routes) as trainer:
-        trainer.connect()
-        trainer.send(packed_layout(_named(served, 2), num_buckets=5))
+    with _after_a_sync(served, engine) as (trainer, routes):
         with pytest.raises(PeerError, match="lost a rank"):
             trainer.send(
                 packed_layout(_named(served, 3), num_buckets=5), before_bucket=_lose_a_rank, offered=True

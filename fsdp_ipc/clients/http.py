@@ -16,8 +16,8 @@ class HTTPWeightSyncClient(HTTPTransport):
 
     Every call goes to all servers at once, waits for every answer, and raises if one of them failed. Calls from one
     thread follow each other, so each server sees them in order; two threads may have a call out each (`overlapping`).
-    Nothing is retried: a weight-transfer request is not idempotent. With several servers (one per data-parallel replica, external load balancing) a version is
-    published only when all of them have closed the update.
+    Nothing is retried: a weight-transfer request is not idempotent. With several servers (one per data-parallel replica,
+    external load balancing) a version is published only when all of them have closed the update.
 
     A server with internal load balancing reaches all of its engines by itself and is given as one URL.
 

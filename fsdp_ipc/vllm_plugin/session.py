@@ -66,22 +66,22 @@ class Session:
         Raises:
             ValueError: Memory is missing, of another device or too small.
         """
-        if info.allocations is None:
-            if self.epoch != info.epoch:
-                raise ValueError(
-                    f"fsdp_ipc: allocations of epoch {info.epoch} are not open here (open: {self.epoch}); "
-                    "send them along."
-                )
-        else:
-            handles = info.allocations
-            _check_handles(handles, self.device, device.type)
-            _check_bounds(plan, handles, self.device)
-            # The sender repeats them with each new plan. An export may be opened and released once only.
-            if (info.epoch, handles) != (self.epoch, self.handles):
-                self.close_buffers()
-                self.epoch, self.handles = info.epoch, handles
+        if info.allocations is None and self.epoch != info.epoch:
+            raise ValueError(
+                f"fsdp_ipc: allocations of epoch {info.epoch} are not open here (open: {self.epoch}); "
+                "send them along."
+            )
+        if info.allocations is None and plan.views is not None:
+            return plan.views
+        handles = self.handles if info.allocations is None else info.allocations
+        _check_handles(handles, self.device, device.type)
+        sizes = {key: [handle.nbytes for handle in given] for key, given in handles.items()}
+        used = check_bounds(plan.buckets, sizes, self.device)
+        # The sender repeats them with each new plan. An export may be opened and released once only.
+        if (info.epoch, handles) != (self.epoch, self.handles):
+            self.close_buffers()
+            self.epoch, self.handles = info.epoch, handles
         if plan.views is None:
-            used = _check_bounds(plan, self.handles, self.device)
             for where, number in sorted(used - self.buffers.keys()):
                 handle = self.handles[where][number]
                 peer = where != self.device
@@ -109,10 +109,3 @@ def _check_handles(allocations: Mapping[str, tuple[IpcHandle, ...]], device: str
             raise ValueError(
                 f"fsdp_ipc: this worker runs on {device_type} and needs {wanted!r} handles, got {handle.kind!r}."
             )
-
-
-def _check_bounds(
-    plan: KnownPlan, allocations: Mapping[str, tuple[IpcHandle, ...]], device: str
-) -> set[tuple[str, int]]:
-    sizes = {key: [handle.nbytes for handle in handles] for key, handles in allocations.items()}
-    return check_bounds(plan.buckets, sizes, device)
