@@ -16,6 +16,7 @@ from fsdp_ipc.vllm_plugin.copy_kernel import batched_copy
 from fsdp_ipc.vllm_plugin.copy_layout import Layout
 from fsdp_ipc.vllm_plugin.copy_memory import Kernel, Piece
 from fsdp_ipc.vllm_plugin.copy_peers import beside, peer_copies
+from fsdp_ipc.vllm_plugin.copy_places import LivePlaces
 from fsdp_ipc.vllm_plugin.loader import NamedTensors, is_attention
 from fsdp_ipc.vllm_plugin.scattered import Scattered
 
@@ -23,16 +24,6 @@ __all__ = ["COMPANION", "CONSTANT", "CopyPlan", "attention_layers", "feeding", "
 
 CONSTANT = "constant data proves nothing"
 COMPANION = "shares a layer or a tensor with one on the loader"
-
-
-@dataclass(eq=False)
-class _Kept:
-    """What must still be so for the plan to hold: a live tensor's place."""
-
-    module: nn.Module
-    name: str
-    tensor: torch.Tensor
-    place: tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -60,7 +51,7 @@ class CopyPlan:
     strayed: dict[str, str] = field(default_factory=dict)
     _epoch: str | None = None
     _reasons: Counter[str] | None = None
-    _kept: list[_Kept] = field(default_factory=list)
+    _places: LivePlaces | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
     _sources: dict[str, list[tuple[torch.Tensor, Piece]]] = field(default_factory=dict)
     _constants: tuple[list[torch.Tensor], list[torch.Tensor]] = field(default_factory=lambda: ([], []))
@@ -101,9 +92,7 @@ class CopyPlan:
 
     def holds(self) -> bool:
         """Whether every replayed tensor still is where it was."""
-        # vLLM's parameters would send each look at them through Python.
-        with torch._C.DisableTorchFunctionSubclass():
-            return all(_place(kept) == kept.place for kept in self._kept)
+        return self._places is None or self._places.held()
 
     def bind(self, epoch: str) -> None:
         """Note the allocations of this sync; copies out of others are forgotten."""
@@ -142,14 +131,9 @@ class CopyPlan:
             if all(self.verdicts.get(module) is None for module, _ in kernel.users)
         }
         self._bound.clear()
-        self._kept = []
         self._sources = {}
         self._constants = ([], [])
         for kernel, pieces in self.proven.items():
-            for module, name in kernel.users:
-                kept = _Kept(module, name, kernel.tensor, ())
-                kept.place = _place(kept)
-                self._kept.append(kept)
             for piece in pieces:
                 if piece.name is not None:
                     self._sources.setdefault(piece.name, []).append((kernel.tensor, piece))
@@ -157,6 +141,9 @@ class CopyPlan:
                     view = piece.target.view_of(kernel.tensor.data)
                     self._constants[0].append(view)
                     self._constants[1].append(view.flatten()[:1].clone().reshape(()).expand(view.shape))
+        self._places = LivePlaces(
+            [(module, name, kernel.tensor) for kernel in self.proven for module, name in kernel.users]
+        )
         on_loader = {module for module, verdict in self.verdicts.items() if verdict is not None}
         needed = bool(on_loader or self.strayed)
         self.part = _PartOfModel(model, self._with_companions(model, on_loader)) if needed else None
@@ -302,12 +289,6 @@ def _copy_whole(
 ) -> None:
     whole = tensor.whole() if isinstance(tensor, Scattered) else tensor
     into.copy_(source.view_of(whole).to(wire))
-
-
-def _place(kept: _Kept) -> tuple[Any, ...]:
-    module, tensor = kept.module, kept.tensor
-    current = module._parameters.get(kept.name, module._buffers.get(kept.name))
-    return (current is tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _strides(layout: Layout) -> tuple[int, ...]:
