@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -14,7 +15,6 @@ from urllib.parse import urlsplit
 import requests
 import torch
 import torch.distributed as dist
-import urllib3
 from torch import nn
 
 from fsdp_ipc import DTensorSource, WeightSender
@@ -54,18 +54,17 @@ class Unavailable(Exception):  # noqa: N818 - an outcome, not a failure
 def counted_requests() -> Iterator[Counter[str]]:
     """Count the HTTP requests of this process by route while the block runs."""
     found: Counter[str] = Counter()
-    pool: Any = urllib3.HTTPConnectionPool
-    original = pool.urlopen
+    original = HTTPConnection.putrequest  # where every client of Python's ends, vLLM's own included
 
-    def urlopen(self: Any, method: str, url: str, *args: Any, **kwargs: Any) -> Any:
+    def putrequest(self: HTTPConnection, method: str, url: str, *args: Any, **kwargs: Any) -> None:
         found[urlsplit(url).path] += 1
-        return original(self, method, url, *args, **kwargs)
+        original(self, method, url, *args, **kwargs)
 
-    pool.urlopen = urlopen
+    HTTPConnection.putrequest = putrequest  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        pool.urlopen = original
+        HTTPConnection.putrequest = original  # type: ignore[method-assign]
 
 
 class Variant(Protocol):

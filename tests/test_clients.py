@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import socket
 import threading
 import time
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -111,7 +113,7 @@ def test_a_reset_connection_and_an_absent_server_are_errors_and_nothing_is_sent_
         server.reset("/start_weight_update")
         client = make_client(server)
         client.init_weight_transfer_engine({})
-        with pytest.raises(ServerRequestError, match="ProtocolError"):
+        with pytest.raises(ServerRequestError, match="ConnectionResetError"):
             client.start_weight_update()
         assert server.routes.count("/start_weight_update") == 1
     with pytest.raises(ServerRequestError, match="is the server up"):
@@ -165,6 +167,105 @@ def test_proxies_from_the_environment_are_not_used_for_loopback(monkeypatch: pyt
     monkeypatch.delenv("no_proxy", raising=False)
     with FakeServer() as server:
         assert make_client(server).server_info().version == "0.32.0"
+
+
+def _first_line(listener: socket.socket, answer: bytes, seen: list[str]) -> None:
+    with listener.accept()[0] as connection:
+        seen.append(connection.recv(4096).decode().splitlines()[0])
+        connection.sendall(answer)
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("http://nowhere.invalid:8000/base", "GET http://nowhere.invalid:8000/base/health HTTP/1.1"),
+        ("https://nowhere.invalid", "CONNECT nowhere.invalid:443 HTTP/1."),
+    ],
+)
+def test_a_proxy_from_the_environment_is_asked_for_other_hosts(
+    url: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"127.0.0.1:{listener.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        answer = b"HTTP/1.1 503 no\r\nContent-Length: 5\r\nConnection: close\r\n\r\nsorry"
+        proxy = threading.Thread(target=_first_line, args=(listener, answer, seen))
+        proxy.start()
+        with pytest.raises(ServerRequestError, match="503|sorry"):
+            HTTPWeightSyncClient(url, request_timeout_s=5).health()
+        proxy.join()
+    assert seen[0].startswith(line)
+
+
+def test_a_base_url_may_have_a_path() -> None:
+    seen: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+        server = threading.Thread(target=_first_line, args=(listener, answer, seen))
+        server.start()
+        HTTPWeightSyncClient(
+            f"http://127.0.0.1:{listener.getsockname()[1]}/v/one/", request_timeout_s=5
+        ).health()
+        server.join()
+    assert seen == ["GET /v/one/health HTTP/1.1"]
+
+
+def test_a_server_that_cannot_be_reached_in_time_is_told_from_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def connect(connection: HTTPConnection) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(HTTPConnection, "connect", connect)
+    with pytest.raises(ServerRequestError, match=r"no connection within 0\.2 s.*is the server up"):
+        HTTPWeightSyncClient("http://127.0.0.1:9", connect_timeout_s=0.2).health()
+
+
+def test_a_call_that_ends_in_soon_is_written_at_once_and_tells_later() -> None:
+    with FakeServer(backend="fsdp_ipc") as server:
+        client = make_client(server)
+        client.init_weight_transfer_engine({})
+        asked, go_on = threading.Event(), threading.Event()
+
+        def wait(handler: Any) -> bool:
+            asked.set()
+            return not go_on.wait(5)
+
+        server._add("/start_weight_update", wait, 0, 1)
+        began = time.monotonic()
+        started = client.start_weight_update_soon()
+        assert asked.wait(5)
+        assert not started.done()
+        client.health()  # another request while that one is out
+        assert time.monotonic() - began < 4
+        go_on.set()
+        assert started.exception(timeout=5) is None
+        client.update_weights({})
+        assert client.finish_weight_update_soon("8").exception(timeout=5) is None
+        assert server.published == ["8"]
+        server.fail("/start_weight_update", "boom")
+        refused = client.start_weight_update_soon().exception(timeout=5)
+        assert isinstance(refused, ServerRequestError)
+        assert (refused.status, "boom" in refused.body) == (500, True)
+    absent = client.start_weight_update_soon().exception(timeout=5)
+    assert isinstance(absent, ServerRequestError)
+    assert "is the server up" in str(absent)
+
+
+def test_of_several_servers_a_call_that_ends_in_soon_tells_every_failure() -> None:
+    with FakeServer(backend="fsdp_ipc") as one, FakeServer(backend="fsdp_ipc") as other:
+        client = make_client(one, other)
+        client.init_weight_transfer_engine({})
+        assert client.start_weight_update_soon().exception(timeout=5) is None
+        client.update_weights({})
+        other.fail("/finish_weight_update", "boom")
+        refused = client.finish_weight_update_soon("1").exception(timeout=5)
+        assert isinstance(refused, ServerRequestError)
+        assert "boom" in str(refused)
+        assert one.published == other.published == []
 
 
 def test_headers_are_sent_and_stay_out_of_errors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -18,8 +19,7 @@ class WeightSyncClient(Protocol):
     The same four methods as vLLM's own trainer-side clients, so an object written for those fits. All are
     synchronous, take plain dicts, return only when every server is done, and raise if any of them is not.
 
-    A client of which two calls may be out at the same time, from two threads, can say so with an attribute
-    `overlapping = True`; any other gets one call at a time.
+    Any client gets one call at a time, unless it is an `OverlappingClient`.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -33,6 +33,21 @@ class WeightSyncClient(Protocol):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the update on every worker and publish `weight_version` if one is given."""
+
+
+@runtime_checkable
+class OverlappingClient(WeightSyncClient, Protocol):
+    """A client of which two calls may be out at the same time, and which need not wait for their answers."""
+
+    @property
+    def surely_awake(self) -> bool:
+        """Whether it is known without a request that the servers' weights do not sleep."""
+
+    def start_weight_update_soon(self) -> Future[None]:
+        """As `start_weight_update`, but the request is only sent; what becomes of it is told later."""
+
+    def finish_weight_update_soon(self, weight_version: str | None = None) -> Future[None]:
+        """As `finish_weight_update`, in the same way; the server takes it after the start that is still out."""
 
 
 @dataclass(frozen=True, kw_only=True)

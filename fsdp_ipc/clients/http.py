@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+from concurrent.futures import Future
 from typing import Any
 
 from fsdp_ipc.clients.base import ServerInfo, ServerRequestError
-from fsdp_ipc.clients.transport import HTTPTransport
+from fsdp_ipc.clients.transport import HTTPTransport, in_background
 from fsdp_ipc.wire.stock import json_safe
 
 
@@ -15,7 +16,8 @@ class HTTPWeightSyncClient(HTTPTransport):
     """Drives vLLM servers over their HTTP routes; needs neither vLLM nor ray.
 
     Every call goes to all servers at once, waits for every answer, and raises if one of them failed. Calls from one
-    thread follow each other, so each server sees them in order; two threads may have a call out each (`overlapping`).
+    thread follow each other, so each server sees them in order; the calls that end in `_soon` return when a request to a single
+    server is written, so that another one can follow while it is out.
     Nothing is retried: a weight-transfer request is not idempotent. With several servers (one per data-parallel replica,
     external load balancing) a version is published only when all of them have closed the update.
 
@@ -32,9 +34,6 @@ class HTTPWeightSyncClient(HTTPTransport):
     """
 
     __module__ = "fsdp_ipc.clients"
-
-    overlapping = True
-    """Two calls may be out at the same time: a sender queues the last request of a sync while the first one runs."""
 
     # What this client itself did to the servers last, because they tell it in part only: see `weights_asleep`.
     _can_sleep: bool | None = None
@@ -62,6 +61,14 @@ class HTTPWeightSyncClient(HTTPTransport):
         """
         # vLLM up to 0.24 parses a JSON body here, later releases look at none.
         self.post("/start_weight_update", {})
+
+    def start_weight_update_soon(self) -> Future[None]:
+        """As `start_weight_update`, but without waiting for the answer.
+
+        Returns:
+            What becomes of it: a `ServerRequestError`, or None.
+        """
+        return self.post_soon("/start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Deliver one payload; raw handles of the stock backend are pickled on the way, as its HTTP route wants.
@@ -97,6 +104,21 @@ class HTTPWeightSyncClient(HTTPTransport):
                 self.publish_version(weight_version)
         else:
             self.post("/finish_weight_update", {"weight_version": weight_version})
+
+    def finish_weight_update_soon(self, weight_version: str | None = None) -> Future[None]:
+        """As `finish_weight_update`, but without waiting for the answer.
+
+        Args:
+            weight_version: Name of the weights; needs vLLM >= 0.27.
+
+        Returns:
+            What becomes of it: a `ServerRequestError`, or None.
+        """
+        if weight_version is None:
+            return self.post_soon("/finish_weight_update")
+        if len(self.urls) > 1:
+            return in_background(lambda: self.finish_weight_update(weight_version))
+        return self.post_soon("/finish_weight_update", {"weight_version": weight_version})
 
     def publish_version(self, weight_version: str) -> None:
         """Name the weights that every server holds; needs vLLM >= 0.27.
@@ -206,6 +228,11 @@ class HTTPWeightSyncClient(HTTPTransport):
         """Whether at least one server says that it sleeps: vLLM says so too while it is only paused or half awake."""
         return any(self._field(answer, "is_sleeping") for answer in self.get("/is_sleeping"))
 
+    @property
+    def surely_awake(self) -> bool:
+        """Whether it is known without a request that no server's weights sleep."""
+        return self._can_sleep is False or self._weights_woken
+
     def weights_asleep(self) -> bool:
         """Whether the weights of a server are not in its memory, so that an update would kill it.
 
@@ -219,7 +246,7 @@ class HTTPWeightSyncClient(HTTPTransport):
         Raises:
             ServerRequestError: A server did not answer.
         """
-        if self._can_sleep is False or self._weights_woken or not self.is_sleeping():
+        if self.surely_awake or not self.is_sleeping():
             return False
         states = [_sleep_state(text) for text in self.fan_out(self._metrics)]
         return any(not self._only_paused if state is None else state for state in states)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from fsdp_ipc.clients.base import WeightSyncClient, refuse_asleep
+from fsdp_ipc.clients.base import OverlappingClient, WeightSyncClient, refuse_asleep
 from fsdp_ipc.plan import TransferPlan
 from fsdp_ipc.rows import TensorRow
 from fsdp_ipc.wire.base import outcome, quietly
@@ -23,7 +23,8 @@ class NativeRequests:
     def __init__(self, client: WeightSyncClient | None) -> None:
         self._client = client
         self._threads = None if client is None else ThreadPoolExecutor(2, thread_name_prefix="fsdp_ipc")
-        self._open = False
+        self._soon = client if isinstance(client, OverlappingClient) else None
+        self._may_be_open = False
         self.started: Future[None] | None = None
         self.updated: Future[None] | None = None
         self.finished: Future[None] | None = None
@@ -31,7 +32,7 @@ class NativeRequests:
     @property
     def overlapping(self) -> bool:
         """Whether the client can have two requests out at the same time."""
-        return bool(getattr(self._client, "overlapping", False))
+        return self._soon is not None
 
     @property
     def loading(self) -> Future[None] | None:
@@ -46,7 +47,11 @@ class NativeRequests:
         """
         client = self._client
         self.started = self.updated = self.finished = None
+        self._may_be_open = False
         if client is None or self._threads is None:
+            return
+        if self._soon is not None and close_first is None and self._soon.surely_awake:
+            self.started = self._soon.start_weight_update_soon()
             return
 
         def start() -> None:
@@ -59,7 +64,6 @@ class NativeRequests:
                     raise
                 self._close_update(client, close_first, "left open by an earlier trainer")
                 client.start_weight_update()
-            self._open = True
 
         self.started = self._threads.submit(start)
 
@@ -75,18 +79,12 @@ class NativeRequests:
 
         self.updated = self._threads.submit(update)
 
-    def finish(self, version: str | None, timeout_s: float) -> None:
+    def finish(self, version: str | None) -> None:
         """Close the update and publish the version; may be called while the start is out, if the client can do that."""
-        client, started = self._client, self.started
-        if client is None or self._threads is None:
-            return
-
-        def finish() -> None:
-            client.finish_weight_update(version)
-            outcome(started, timeout_s)  # else it could say afterwards that the update is open
-            self._open = False
-
-        self.finished = self._threads.submit(finish)
+        if self._soon is not None:
+            self.finished = self._soon.finish_weight_update_soon(version)
+        elif self._client is not None and self._threads is not None:
+            self.finished = self._threads.submit(self._client.finish_weight_update, version)
 
     def end(self, timeout_s: float) -> None:
         """After a failure: wait for whatever is out."""
@@ -96,12 +94,14 @@ class NativeRequests:
 
     def may_be_open(self) -> None:
         """Some workers may have begun: what is open on the server is closed by `recover` even if the start failed."""
-        self._open = True
+        self._may_be_open = True
 
     def recover(self, session: str, reason: str) -> None:
         """After a failure: close the half-open update on the server, as well as can be."""
-        if self._client is not None and self._open:
-            self._open = False
+        is_open = (self._may_be_open or _went_well(self.started)) and not _went_well(self.finished)
+        self.started = self.updated = self.finished = None
+        self._may_be_open = False
+        if self._client is not None and is_open:
             self._close_update(self._client, session, reason)
 
     def close(self) -> None:
@@ -112,6 +112,10 @@ class NativeRequests:
     def _close_update(self, client: WeightSyncClient, session: str, reason: str) -> None:
         quietly(lambda c: c.update_weights({"session": session, "abort": reason[:2000]}), client)
         quietly(lambda c: c.finish_weight_update(), client)
+
+
+def _went_well(request: Future[None] | None) -> bool:
+    return request is not None and request.done() and request.exception() is None
 
 
 def plan_json(plan: TransferPlan, keys: Sequence[str]) -> dict[str, Any]:
