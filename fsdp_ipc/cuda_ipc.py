@@ -193,6 +193,18 @@ def share(tensor: torch.Tensor) -> tuple[CudaMemory, int]:
     return memory, int(tensor.storage_offset()) * tensor.element_size()
 
 
+def can_share(tensor: torch.Tensor) -> bool:
+    """Whether `share` works: not for what lies in expandable segments, or came from another allocator than torch's."""
+    try:
+        share(tensor)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        logger.debug("memory of shape %s is staged instead of exported: %s", tuple(tensor.shape), error)
+        return False
+    return True
+
+
 def open_storage(memory: CudaMemory, device: torch.device) -> torch.UntypedStorage:
     """Map another process's storage; the mapping ends when the last tensor on it is gone.
 

@@ -150,8 +150,8 @@ def allocate(nbytes: int, device: torch.device, *, key: str) -> SharedBuffer:
 
 
 def is_exportable(tensor: torch.Tensor) -> bool:
-    """Whether `export` can name a plain, contiguous tensor's memory: CUDA memory, or a part of what `allocate` gave."""
-    return tensor.device.type == "cuda" or _shared_at(tensor) is not None
+    """Whether `export` can name a plain, contiguous tensor's memory: that of torch's CUDA allocator, or of `allocate`."""
+    return cuda_ipc.can_share(tensor) if tensor.device.type == "cuda" else _shared_at(tensor) is not None
 
 
 def _shared_at(tensor: torch.Tensor) -> tuple[SharedBuffer, int] | None:

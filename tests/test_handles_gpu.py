@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
@@ -11,7 +12,15 @@ from torch.multiprocessing import reductions
 from fsdp_ipc import cuda_ipc
 from fsdp_ipc.cuda_ipc import _allocator_settings, _set_allocator_settings
 from fsdp_ipc.dtypes import view
-from fsdp_ipc.handles import IpcHandle, allocate, device_key, export, open_handle, stock_rebuild_args
+from fsdp_ipc.handles import (
+    IpcHandle,
+    allocate,
+    device_key,
+    export,
+    is_exportable,
+    open_handle,
+    stock_rebuild_args,
+)
 from fsdp_ipc.staging import StagingBuffer
 from tests.peer import Peer
 
@@ -313,6 +322,29 @@ def trainer_turn_on(state):
     """Expandable segments on, and then a settings string that does not say so."""
     _set_allocator_settings("expandable_segments:True")
     _set_allocator_settings("max_split_size_mb:512")
+
+
+class Managed:
+    """Memory of CUDA's that did not come from torch's allocator."""
+
+    def __init__(self, nbytes: int) -> None:
+        pointer = ctypes.c_void_p()
+        cudart = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+        assert cudart.cudaMallocManaged(ctypes.byref(pointer), ctypes.c_size_t(nbytes), 1) == 0
+        self.__cuda_array_interface__ = {
+            "data": (pointer.value, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def test_memory_of_another_allocator_is_staged_instead_of_exported():
+    assert is_exportable(torch.zeros(8, device=gpu()))
+    tensor = torch.as_tensor(Managed(MIB), device=gpu())
+    assert not is_exportable(tensor)
+    with pytest.raises(RuntimeError, match="use packed staging"):
+        export(tensor, key=key())
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
