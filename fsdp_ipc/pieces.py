@@ -25,8 +25,8 @@ class Piece(NamedTuple):
         item: Index of the stream item.
         nbytes: Bytes that it takes.
         in_place: The training tensor's rows lie there as they are; else the checkpoint tensors are made elsewhere.
-        emits: The checkpoint tensors in it.
-        offsets: First byte of each, from the start of the piece.
+        emits: The checkpoint tensors in it; of a piece in which each rank puts its own, those of all ranks.
+        offsets: First byte of each, from the start of the piece; empty where each rank puts its own.
         rows: Range of rows of every chunk that lies here, None for all of the tensor.
     """
 
@@ -59,13 +59,11 @@ def whole_piece(item: StreamItem, index: int, alignment: int, *, back_to_back: b
     return Piece(index, end, False, emits, tuple(offsets))
 
 
-def local_piece(item: StreamItem, index: int, rows: tuple[int, int] | None = None) -> Piece:
-    """Room for one rank's own chunk, or for some rows of it; whose tensors those are differs by rank."""
+def local_piece(item: StreamItem, index: int) -> Piece:
+    """Room for one rank's own chunk; which of the tensors lie in it differs by rank."""
     spec = item.inputs[0]
-    if spec.layout.kind != "shard":
-        return Piece(index, spec.nbytes, True, (), ())
-    first, end = rows or (0, spec.chunk_rows)
-    return Piece(index, (end - first) * spec.row_bytes, True, (), (), rows)
+    nbytes = spec.nbytes if spec.layout.kind != "shard" else spec.chunk_rows * spec.row_bytes
+    return Piece(index, nbytes, True, item.recipe.emits, ())
 
 
 def units_of(item: StreamItem, *, back_to_back: bool) -> list[tuple[int, int]]:
@@ -107,17 +105,13 @@ def cut(item: StreamItem, index: int, units: Sequence[tuple[int, int]], slot_byt
     chunks = spec.layout.num_shards
     rows = spec.chunk_rows
     ranges = _joined(units, slot_bytes // (chunks * spec.row_bytes))
-    members: list[list[tuple[Emit, int]]] = [[] for _ in ranges]
-    piece_of = {row: n for n, (first, end) in enumerate(ranges) for row in range(first, end)}
-    for emit in item.recipe.emits:
-        row = emit.rows(spec.shape)[0]
-        chunk, row = divmod(row, rows)
-        n = piece_of.get(row, 0)  # an empty tensor may lie in rows that nobody sends
-        first, end = ranges[n]
-        into = emit.start * itemsize - (chunk * rows + first) * spec.row_bytes
-        members[n].append((emit, chunk * (end - first) * spec.row_bytes + into if emit.numel else 0))
     pieces = []
-    for (first, end), inside in zip(ranges, members, strict=True):
+    for (first, end), members in zip(ranges, _members(item, ranges), strict=True):
+        inside: list[tuple[Emit, int]] = []
+        for emit in members:
+            chunk = emit.rows(spec.shape)[0] // rows
+            into = emit.start * itemsize - (chunk * rows + first) * spec.row_bytes
+            inside.append((emit, chunk * (end - first) * spec.row_bytes + into if emit.numel else 0))
         inside.sort(key=lambda pair: pair[1])
         nbytes = chunks * (end - first) * spec.row_bytes
         emits, offsets = tuple(e for e, _ in inside), tuple(o for _, o in inside)
@@ -127,8 +121,23 @@ def cut(item: StreamItem, index: int, units: Sequence[tuple[int, int]], slot_byt
 
 def cut_local(item: StreamItem, index: int, units: Sequence[tuple[int, int]], slot_bytes: int) -> list[Piece]:
     """Cut the room for one rank's own chunk into pieces of at most `slot_bytes`."""
-    ranges = _joined(units, slot_bytes // item.inputs[0].row_bytes)
-    return [local_piece(item, index, part) for part in ranges]
+    row_bytes = item.inputs[0].row_bytes
+    ranges = _joined(units, slot_bytes // row_bytes)
+    return [
+        Piece(index, (part[1] - part[0]) * row_bytes, True, tuple(emits), (), part)
+        for part, emits in zip(ranges, _members(item, ranges), strict=True)
+    ]
+
+
+def _members(item: StreamItem, ranges: Sequence[tuple[int, int]]) -> list[list[Emit]]:
+    """By range of rows of every chunk, the checkpoint tensors in it; an empty one may lie in none, and comes with the first."""
+    spec = item.inputs[0]
+    members: list[list[Emit]] = [[] for _ in ranges]
+    piece_of = {row: n for n, (first, end) in enumerate(ranges) for row in range(first, end)}
+    for emit in item.recipe.emits:
+        row = emit.rows(spec.shape)[0] % spec.chunk_rows
+        members[piece_of.get(row, 0)].append(emit)
+    return members
 
 
 def clusters_of(items: Sequence[StreamItem], atomic: Sequence[Collection[str]]) -> dict[int, tuple[int, ...]]:

@@ -52,8 +52,8 @@ class Segment:
         offset: First byte in the allocation.
         nbytes: Bytes reserved there, the tail of an in-place gather included.
         in_place: The training tensor is gathered right here; else it is made in scratch and copied.
-        emits: The checkpoint tensors that lie here; none where each rank puts its own (`local`).
-        emit_offsets: First byte of each in the allocation.
+        emits: The checkpoint tensors that lie here; where each rank puts its own (`local`), those of all ranks.
+        emit_offsets: First byte of each in the allocation; empty where each rank puts its own.
         rows: Range of rows of every rank's chunk that is gathered here; None for all of the tensor.
         local: Only this rank's own piece is put here: for the worker beside it (rank-local delivery), or for all, which
             then read every rank's.
@@ -185,12 +185,12 @@ def build_plan(
             if s.item in local:
                 delivery = local[s.item]
                 for rank, row in local_rows(
-                    item, delivery, at, s.allocation, s.offset, s.rows, exported=in_place
+                    item, s.emits, delivery, at, s.allocation, s.offset, s.rows, exported=in_place
                 ):
                     own_rows[rank].append(row)
                 continue
             if s.table >= 0:
-                rows += chunk_rows_of(item, s.table, at, s.allocation, s.offset, s.rows)
+                rows += chunk_rows_of(item, s.emits, s.table, at, s.allocation, s.offset, s.rows)
             else:
                 rows += whole_rows(item, s.emits, s.emit_offsets, at, s.allocation, exported=in_place)
     holders = tuple(reach.tables) if reach is not None else ()

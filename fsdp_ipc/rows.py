@@ -120,6 +120,7 @@ def whole_rows(
 
 def chunk_rows_of(
     item: StreamItem,
+    emits: Sequence[Emit],
     table: int,
     bucket: int,
     allocation: int,
@@ -130,6 +131,7 @@ def chunk_rows_of(
 
     Args:
         item: What they are made of.
+        emits: The tensors.
         table: Number of the table of who holds which chunk.
         bucket: With which they are complete.
         allocation: In which each rank's chunk lies.
@@ -139,9 +141,7 @@ def chunk_rows_of(
     spec, dtype = item.inputs[0], dtype_name(item.wire_dtype)
     size = spec.chunk_rows
     base = offset - (rows[0] * spec.row_bytes if rows is not None else 0)
-    for emit in item.recipe.emits:
-        if rows is not None and not rows[0] <= emit.rows(spec.shape)[0] % size < rows[1]:
-            continue
+    for emit in emits:
         first = emit.start * item.wire_dtype.itemsize
         where = (bucket, allocation, first, "", table, size * spec.row_bytes, base)
         yield TensorRow(emit.name, dtype, emit.shape, *where)
@@ -149,6 +149,7 @@ def chunk_rows_of(
 
 def local_rows(
     item: StreamItem,
+    emits: Sequence[Emit],
     delivery: LocalDelivery,
     bucket: int,
     allocation: int,
@@ -161,6 +162,7 @@ def local_rows(
 
     Args:
         item: What they are made of.
+        emits: The tensors, of all ranks.
         delivery: Who reads which.
         bucket: With which they are complete.
         allocation: In which the piece lies.
@@ -171,13 +173,13 @@ def local_rows(
     spec = item.inputs[0]
     dtype, (held, scale) = dtype_name(item.wire_dtype), _held(item) if exported else ("", 1)
     size = spec.chunk_rows if spec.layout.kind == "shard" else 0
+    here = {emit.name for emit in emits}
     for emit, readers, chunk in zip(item.recipe.emits, delivery.readers, delivery.chunks, strict=True):
-        skipped = chunk * size
-        if rows is not None:
-            if not rows[0] <= emit.rows(spec.shape)[0] - skipped < rows[1]:
-                continue
-            skipped += rows[0]
-        at = offset + (emit.start * item.wire_dtype.itemsize - skipped * spec.row_bytes) * scale
+        if emit.name not in here:
+            continue
+        skipped = chunk * size + (rows[0] if rows is not None else 0)
+        into = emit.start * item.wire_dtype.itemsize - skipped * spec.row_bytes
+        at = offset + (into * scale if emit.numel else 0)
         for rank in readers:
             yield rank, TensorRow(emit.name, dtype, emit.shape, bucket, allocation, at, held)
 

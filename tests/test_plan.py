@@ -239,6 +239,26 @@ def test_fused_experts_are_cut_where_no_tensor_is_crossed() -> None:
         build_plan(items, PlanLimits(bucket_bytes=expert))
 
 
+@pytest.mark.parametrize("how", ["gathered", "read from all ranks", "each its own"])
+def test_an_empty_tensor_in_rows_that_nobody_sends_is_not_lost_by_cutting(how: str) -> None:
+    name = "mlp.experts"
+    starts = {f"{name}.{n}.w": 4 * row for n, row in enumerate((0, 2, 3, 5))}
+    emits = [Emit(full, (1, 4), start) for full, start in starts.items()]
+    emits[2:2] = [Emit(f"{name}.1.none", (0, 4), 4), Emit(f"{name}.2.none", (0, 4), 16)]
+    spec = TensorSpec(name, (6, 4), torch.float32, torch.float32, flat(2))
+    items = [StreamItem((spec,), ParamRecipe((name,), tuple(emits)), 0)]
+    reads = None if how == "gathered" else [{0, 1}] * 2
+    wanted = HeldExperts([{name: [0, 1]}, {name: [2, 3]}]) if how == "each its own" else None
+    limits = PlanLimits(bucket_bytes=32 if how == "gathered" else 16, alignment=16)
+    plan = build_plan(items, limits, group_ranks=[0, 1], reads=reads, wanted=wanted)
+    assert plan.num_buckets == 2
+    rows = [row for own in (plan.rows, *plan.local_rows) for row in own]
+    assert sorted(row.name for row in rows) == sorted(emit.name for emit in emits)
+    assert all(row.offset >= 0 for row in rows)
+    if how == "each its own":
+        assert [len(own) for own in plan.local_rows] == [3, 3]
+
+
 def test_an_uneven_large_tensor_has_room_for_the_tail_of_its_gather() -> None:
     rows = SMALL_BYTES // 4 + 1
     items = stream(("t", (rows,), torch.float32), ("u", (3,), torch.float32), layout=flat(4))
