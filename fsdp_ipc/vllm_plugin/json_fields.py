@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_ROWS = 4_000_000
+MAX_PARTS = 4_000_000
 MAX_ENDPOINTS = 65_536
 MAX_NAME = 1_024
 MAX_TEXT = 65_536

@@ -16,6 +16,7 @@ from fsdp_ipc.vllm_plugin.json_fields import (
     MAX_DIMS,
     MAX_ENDPOINTS,
     MAX_NAME,
+    MAX_PARTS,
     MAX_ROWS,
     array_of,
     integer_of,
@@ -144,24 +145,28 @@ class Plan:
         """The rows that the worker of `device_key` loads, by bucket, in the order of the plan.
 
         Raises:
-            ValueError: A name comes twice for this worker, or nothing comes at all.
+            ValueError: A name comes twice for this worker, nothing comes at all, or tensors lie in too many parts.
         """
         buckets: list[list[TensorRow]] = [[] for _ in range(self.num_buckets)]
         seen: set[str] = set()
         twice: list[str] = []
+        room = MAX_PARTS
         for row in (*self.tensors, *self.local.get(device_key, ())):
             if row.name in seen:
                 twice.append(row.name)
             seen.add(row.name)
-            buckets[row.bucket].append(row if row.shards < 0 else self._resolved(row, device_key))
+            if row.shards >= 0:
+                row = self._resolved(row, device_key, room)
+                room -= len(row.parts)
+            buckets[row.bucket].append(row)
         if twice:
             raise ValueError(f"plan: sent more than once: {names_text(twice)}. Send each name exactly once.")
         if not seen:
             raise ValueError(f"plan: no tensor for this worker (device key {device_key!r})")
         return buckets
 
-    def _resolved(self, row: TensorRow, device_key: str) -> TensorRow:
-        """The row with its parts, as the worker of `device_key` reads them."""
+    def _resolved(self, row: TensorRow, device_key: str, room: int) -> TensorRow:
+        """The row with its parts, of which there may be so many, as the worker of `device_key` reads them."""
         held = self.holders[row.shards].get(device_key)
         if held is None:
             raise ValueError(
@@ -172,6 +177,11 @@ class Plan:
         if end > len(held) * row.chunk_bytes:
             raise ValueError(
                 f"plan: tensor {row.name!r} needs bytes {first} to {end} of {len(held)} chunks of {row.chunk_bytes}"
+            )
+        num_parts = -(-end // row.chunk_bytes) - first // row.chunk_bytes if end > first else 0
+        if num_parts > room:
+            raise ValueError(
+                f"plan: tensor {row.name!r} lies in {num_parts} chunks; with those before more than {MAX_PARTS} parts"
             )
         parts = []
         while first < end:
