@@ -11,6 +11,9 @@ The order of one sync, for `k` from 0:
 2. (worker) `wait_produced(sync, k + 1)`, loads bucket `k`, `consume(sync, k + 1)`
 3. (trainer) `wait_consumed(sync, k + 1)` before it writes to the memory of bucket `k` again
 
+When the update is closed, its worker counts once more: of `n` buckets, `consume(sync, n + 1)`. The server's answer alone
+would not do, since a server whose workers answer through queues may take an earlier call's answer for it.
+
 A worker learns the number of a sync from the update request, except where the sync goes like the one before: then the
 two sides agree on it here, and no request is needed. A worker loads only what was confirmed, and a trainer confirms
 only after every rank's worker has taken the offer, so that either all workers load without the request or none does:

@@ -160,9 +160,14 @@ def _update(sender: Any, fault: Fault) -> Any:
 
 
 def _finish(sender: Any, fault: Fault) -> Any:
+    delivery = sender._delivery
+    if delivery.backend == "ipc":
+        if sender.is_sender:
+            return _before(delivery._client, "finish_weight_update", fault)
+        return _before(TrainerGroup, "vote", fault, _at_step("finish"))
     if sender.is_sender:
-        return _before(sender._delivery._client, "finish_weight_update", fault)
-    return _before(TrainerGroup, "vote", fault, _at_step("finish"))
+        return _before(delivery._client, "finish_weight_update_soon", fault)
+    return _before(delivery._buckets, "wait_closed", fault)
 
 
 def _plan(sender: Any, fault: Fault) -> Any:

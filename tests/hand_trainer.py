@@ -124,7 +124,7 @@ class HandTrainer:
             for key, control in zip(self.keys, self.controls, strict=True)
         ]
         info = {
-            "protocol": 2,
+            "protocol": 3,
             "session": self.session,
             "token": None,
             "endpoints": endpoints,

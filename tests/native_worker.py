@@ -143,7 +143,7 @@ class NativeWorker:
                 own = {r.allocation for r in rows} - {r.allocation for r in rows if r.shards >= 0}
                 self.after_bucket([self._buffers[self._endpoint.device, index].bytes for index in own])
             control.consume(info.sync, bucket + 1)
-        self.sync, self._released = info.sync, not plan.packed
+        self.sync, self._released, self._num_buckets = info.sync, not plan.packed, len(buckets)
         if plan.packed and info.digests is None:
             self._repeatable = replace(info, plan=None, allocations=None)
 
@@ -177,6 +177,7 @@ class NativeWorker:
         self._last, self._repeatable = self._repeatable, None
         assert self._control is not None
         self._control.write_report({"kind": "sync", "sync": self.sync, "num_tensors": len(self.weights)})
+        self._control.consume(self.sync, self._num_buckets + 1)
 
     def close(self) -> None:
         self._close_buffers()

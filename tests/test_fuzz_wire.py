@@ -65,7 +65,7 @@ class Target:
         plan = {"tensors": rows, "num_buckets": 2, "packed": True, "local": local, "holders": holders}
         self.valid: dict[str, Any] = {
             "init": {
-                "protocol": 2,
+                "protocol": 3,
                 "session": session,
                 "token": "secret",
                 "endpoints": [

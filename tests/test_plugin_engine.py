@@ -559,7 +559,7 @@ def test_a_trainer_rank_serves_one_worker_at_a_time(
             {"device": key, "control": control.name}
             for key, control in zip(trainer.keys, trainer.controls, strict=True)
         ]
-        info = {"protocol": 2, "session": "e" * 32, "token": None, "endpoints": endpoints, "timeout_s": 1}
+        info = {"protocol": 3, "session": "e" * 32, "token": None, "endpoints": endpoints, "timeout_s": 1}
         # A worker of another server has the same index; it takes the rank that is left.
         other.init_transfer_engine(other.parse_init_info(info))
         assert trainer.controls[1].read_report() is not None

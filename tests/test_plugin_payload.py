@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_ipc.handles import allocate
+from fsdp_ipc.vllm_plugin import payload_plan
 from fsdp_ipc.vllm_plugin.json_fields import MAX_NAME, names_text
 from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, UpdateInfo, parse_update
 from fsdp_ipc.vllm_plugin.payload_plan import Plan, TensorRow, check_bounds
@@ -22,7 +23,7 @@ SESSION = "0123456789abcdef" * 2
 
 def _init() -> dict[str, Any]:
     return {
-        "protocol": 2,
+        "protocol": 3,
         "session": SESSION,
         "token": None,
         "endpoints": [{"device": "cpu:host:0", "control": "fsdp_ipc-1-ab.ctl"}],
@@ -94,7 +95,7 @@ def test_an_abort_is_told_from_an_update() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("protocol", 1),
+        ("protocol", 2),
         ("protocol", "1"),
         ("protocol", True),
         ("session", SESSION[:-1]),
@@ -295,6 +296,15 @@ def test_a_worker_whose_chunks_are_not_told_or_too_few_is_refused() -> None:
     plan["holders"][0]["cpu:host:1"] = ["cpu:host:0", "cpu:host:1"]
     with pytest.raises(ValueError, match="'last' needs bytes 64 to 80 of 2 chunks of 32"):
         Plan.from_json(plan).buckets_for("cpu:host:1")
+
+
+def test_a_plan_of_endless_parts_is_refused_before_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.from_json(_sharded_plan())
+    monkeypatch.setattr(payload_plan, "MAX_PARTS", 2)
+    with pytest.raises(ValueError, match="'last' lies in 1 chunks; with those before more than 2 parts"):
+        plan.buckets_for("cpu:host:1")
+    monkeypatch.setattr(payload_plan, "MAX_PARTS", 3)
+    plan.buckets_for("cpu:host:1")
 
 
 def test_long_lists_of_names_are_cut() -> None:

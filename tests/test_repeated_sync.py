@@ -303,3 +303,56 @@ def test_a_finish_that_fails_while_it_overlaps_is_closed() -> None:
         assert not server.active
     assert all("no finish today" in error for error, _ in results)
     _assert_hold(workers, results[0][1])
+
+
+class Behind(NativeWorker):
+    """Finishes after its server has answered, as where that took an earlier call's answer for this one's; or breaks then."""
+
+    closed_at = 0.0
+    breaks = False
+
+    def finish(self) -> None:
+        def late() -> None:
+            time.sleep(0.4)
+            if self.breaks:
+                assert self._control is not None
+                self._control.fail(self.sync, "RuntimeError: no room to finish")
+                return
+            self.closed_at = time.monotonic()
+            super(Behind, self).finish()
+
+        threading.Thread(target=late).start()
+
+
+def _push_once(rank: int, world: int, url: str) -> Any:
+    model, sender = _sender(rank, world, url)
+    with sender:
+        try:
+            sender.send("only")
+            error = ""
+        except WeightSyncError as caught:
+            error = str(caught)
+    return time.monotonic(), error, full(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_answer_alone_is_not_taken_for_the_workers_own_word(late: int) -> None:
+    """vLLM's multiprocess executor takes answers that a failed call left behind for those of the next call."""
+    workers = [Behind(0) if late == 0 else NativeWorker(0), Behind(1) if late == 1 else NativeWorker(1)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        results = run_ranks(_push_once, 2, server.url)
+    behind = workers[late]
+    assert isinstance(behind, Behind)
+    assert behind.closed_at > 0
+    for returned_at, error, wanted in results:
+        assert not error
+        assert returned_at > behind.closed_at
+        _assert_hold(workers, wanted)
+
+
+def test_a_worker_that_breaks_after_its_server_answered_fails_the_sync() -> None:
+    workers = [NativeWorker(0), Behind(1)]
+    workers[1].breaks = True  # type: ignore[attr-defined]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        results = run_ranks(_push_once, 2, server.url)
+    assert all("rank 1" in error and "no room to finish" in error for _, error, _ in results)

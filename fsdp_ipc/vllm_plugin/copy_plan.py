@@ -131,6 +131,7 @@ class CopyPlanLoader:
         """Close the update; decide what the next one can replay."""
         plan = self._opened()
         was_learned, replayed, reasons = plan.learned, plan.num_proven, plan.reasons()
+        queued = self._inner is not None
         if self._inner is not None:
             with self._watched():
                 counts = self._inner.finish()
@@ -155,6 +156,7 @@ class CopyPlanLoader:
             replayed_params=replayed,
             loader_params=sum(reasons.values()),
             reasons=dict(reasons),
+            queued=queued,
         )
 
     def abort(self) -> None:

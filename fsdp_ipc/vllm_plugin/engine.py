@@ -28,7 +28,7 @@ from fsdp_ipc.vllm_plugin import completeness
 from fsdp_ipc.vllm_plugin.copy_plan import CopyPlanLoader
 from fsdp_ipc.vllm_plugin.endpoint import claim_endpoint, readable
 from fsdp_ipc.vllm_plugin.experts import held_experts
-from fsdp_ipc.vllm_plugin.loader import LoadCounts, WeightLoader, half_open_layers, heal
+from fsdp_ipc.vllm_plugin.loader import LoadCounts, NamedTensors, WeightLoader, half_open_layers, heal
 from fsdp_ipc.vllm_plugin.payload import AbortInfo, InitInfo, UpdateInfo, parse_update
 from fsdp_ipc.vllm_plugin.payload_plan import TensorRow
 from fsdp_ipc.vllm_plugin.session import KnownPlan, Session
@@ -53,6 +53,9 @@ class _Update:
 
     sync: int
     loader: WeightLoader
+    num_buckets: int
+    keep_alive: bool
+    """Whether the trainer's memory stays as it is until the update is closed."""
     repeatable: UpdateInfo | None = None
     verified_buckets: list[list[TensorRow]] | None = None
     """What the trainer left digests of, if it did."""
@@ -175,7 +178,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             self._abort_update()
             raise UpdateAbortedError(f"fsdp_ipc: update aborted: {update_info.abort}")
         try:
-            self._receive(session, update_info)
+            self._load(session, self._open_update(session, update_info))
         except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update_info.sync, error)
 
@@ -193,7 +196,8 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         began = time.monotonic()
         try:
             counts = update.loader.finish()
-            self._synchronize()
+            if counts.queued:
+                self._synchronize()
             verified = self._verify(session, update)
         except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, update.sync, error)
@@ -201,6 +205,7 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         session.repeatable = update.repeatable
         update.load_s += time.monotonic() - began - (verified.seconds if verified is not None else 0.0)
         session.control.write_report(_sync_report(update, counts, verified))
+        session.control.consume(update.sync, update.num_buckets + 1)
 
     def shutdown(self) -> None:
         """Release the trainer's memory; vLLM calls this when a trainer leaves and when the worker ends."""
@@ -229,25 +234,30 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
             return
         try:
             control.take(sync)
+            views = self._open_update(session, replace(last, sync=sync))  # while the other ranks hear of it
             if control.wait_confirmed(sync, session.timeout_s):
-                self._receive(session, replace(last, sync=sync))
+                self._load(session, views)
+            else:
+                self._abort_update()
         except BaseException as error:  # noqa: BLE001  raised again there
             self._fail(session, sync, error)
 
-    def _receive(self, session: Session, info: UpdateInfo) -> None:
+    def _open_update(self, session: Session, info: UpdateInfo) -> list[NamedTensors]:
+        """All that comes before the first byte is moved; returns the tensors by bucket, as they lie in the trainer's memory."""
         if info.sync <= session.last_sync:
             raise ValueError(
                 f"fsdp_ipc: sync {info.sync} comes after sync {session.last_sync}; expected a higher number."
             )
         if self._update is not None:
             self._abort_update()
-        session.last_sync, session.repeatable = info.sync, None
         plan = self._known_plan(session, info)
         views = session.views(info, plan, self.device)
         if self._loader is None or self._loader.model is not self.model:
             self._loader = self._make_loader()
         self._loader.examined, self._loader.casts = plan.examined, plan.casts
-        update = self._update = _Update(sync=info.sync, loader=self._loader)
+        update = _Update(
+            sync=info.sync, loader=self._loader, num_buckets=len(views), keep_alive=not plan.packed
+        )
         if plan.packed and info.digests is None:
             update.repeatable = replace(info, plan=None, allocations=None)
         if info.digests is not None:
@@ -260,18 +270,28 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         began = time.monotonic()
         update.loader.start(f"{info.plan_digest}:{info.epoch}")
         update.open_s = time.monotonic() - began
+        self._update = update
+        return views
+
+    def _load(self, session: Session, views: list[NamedTensors]) -> None:
+        """Load bucket after bucket as the trainer completes them."""
+        control, update = session.control, self._update
+        assert update is not None
+        sync = session.last_sync = update.sync
+        session.repeatable = None
+        began = time.monotonic()
         for bucket, tensors in enumerate(views):
             waited = time.monotonic()
-            session.control.wait_produced(info.sync, bucket + 1, session.timeout_s)
+            control.wait_produced(sync, bucket + 1, session.timeout_s)
             update.wait_s += time.monotonic() - waited
             if tensors:
-                update.loader.load(bucket, tensors, keep_alive=not plan.packed)
+                update.loader.load(bucket, tensors, keep_alive=update.keep_alive)
                 # The trainer may overwrite the bucket as soon as it is consumed, so nothing may still be reading it.
                 self._synchronize()
-            session.control.consume(info.sync, bucket + 1)
+            control.consume(sync, bucket + 1)
         # A trainer that gave up while this worker was slow may write to its memory again, and the finish may be queued.
-        session.control.wait_produced(info.sync, len(views), session.timeout_s)
-        update.load_s = time.monotonic() - began - update.wait_s
+        control.wait_produced(sync, len(views), session.timeout_s)
+        update.load_s = update.open_s + time.monotonic() - began - update.wait_s
 
     def _verify(self, session: Session, update: _Update) -> VerifyCounts | None:
         """Compare what the live parameters hold with what the trainer meant to send, if it left digests."""

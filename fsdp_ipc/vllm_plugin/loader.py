@@ -42,12 +42,14 @@ class LoadCounts:
         replayed_params: vLLM parameters written by a proven copy plan.
         loader_params: vLLM parameters written by vLLM's own loaders.
         reasons: Why parameters went through the loaders, with how many did.
+        queued: Whether finishing may have queued work on the device.
     """
 
     num_tensors: int = 0
     replayed_params: int = 0
     loader_params: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    queued: bool = True
 
 
 class WeightLoader(Protocol):

@@ -28,7 +28,7 @@ from fsdp_ipc.vllm_plugin.json_fields import (
 )
 from fsdp_ipc.vllm_plugin.payload_plan import Plan
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 _CONTROL_FILE = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 

@@ -8,7 +8,8 @@ The order of one sync:
 3) (all ranks) for each bucket: wait for its slot, load, vote, gather, announce it to the worker. Where workers read from
    several ranks, a slot is free when all of them have read it, and a bucket is announced when all ranks have it;
 4) (sender) the update request returns when every worker has loaded everything; vote;
-5) (sender) finish, which publishes the version; vote. Only now may anything be overwritten or freed.
+5) (sender) finish, which publishes the version; (all ranks) wait for the worker's own word that it has finished; vote.
+   Only now may anything be overwritten or freed.
 
 A sync for which nothing has changed since the last one needs no update request: in 2) every rank offers it to its worker
 at the control block, and the workers load it inside of start, if all of them have taken the offer (vote). Then
@@ -30,7 +31,7 @@ import torch
 
 from fsdp_ipc import handles
 from fsdp_ipc.clients.base import WeightSyncClient
-from fsdp_ipc.control import ControlBlock
+from fsdp_ipc.control import ControlBlock, PeerError
 from fsdp_ipc.delivery import HeldExperts
 from fsdp_ipc.errors import WeightSyncError
 from fsdp_ipc.group import TrainerGroup
@@ -45,7 +46,7 @@ from fsdp_ipc.wire.native_requests import NativeRequests, plan_json
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 2
+PROTOCOL = 3
 TOKEN_ENV = "FSDP_IPC_TOKEN"
 
 _HELLO_S = 2.0
@@ -236,7 +237,7 @@ class NativeDelivery:
                 if requests.finished is None:
                     self._finish(version)
                 # The barrier after which references may go: every worker has reported that it is done.
-                group.vote("finish", outcome(requests.finished, self._timeouts.transfer_s))
+                group.vote("finish", self._closed(sync))
         except BaseException as caught:  # noqa: BLE001  raised again below
             # First the other ranks: their workers hold the request up for which `_fail` waits.
             error = group.tell("gather", caught)
@@ -281,7 +282,7 @@ class NativeDelivery:
             self._control.withdraw(sync)
 
     def _finish(self, version: str | None) -> None:
-        self._requests.finish(version if self._publishes else None, self._timeouts.request_s)
+        self._requests.finish(version if self._publishes else None)
 
     def _post(self, sync: int, changed: bool) -> None:
         """Sender: the update request, with whatever the workers do not know yet."""
@@ -315,8 +316,8 @@ class NativeDelivery:
                     taken = self._taken(sync)
                 except Exception as caught:  # noqa: BLE001  told in the vote
                     error = caught
+                self._requests.may_be_open()  # whatever the other workers say
                 if not self._group.vote("start", error, flag=not taken):
-                    self._requests.may_be_open()
                     self._control.confirm(sync)
                     return True
                 self._control.withdraw(sync)
@@ -367,6 +368,20 @@ class NativeDelivery:
             begun, inside = True, self._begin(sync, timer, offered)
         buckets.end(sync, timer)
         return inside if begun else self._begin(sync, timer, offered)
+
+    def _closed(self, sync: int) -> BaseException | None:
+        """This rank: what went wrong with the finish, by the server's answer and by its worker's own word.
+
+        After a failed call vLLM's multiprocess executor takes the answers that other workers left for those of the next
+        one, so that a server with tensor parallelism answers before they are done.
+        """
+        error = outcome(self._requests.finished, self._timeouts.transfer_s)
+        if error is None:
+            try:
+                self._buckets.wait_closed(sync)
+            except (PeerError, TimeoutError) as caught:
+                return caught
+        return error
 
     def _fail(self, sync: int, error: BaseException) -> None:
         """After a failure: let this rank's worker go, and wait for the requests that are still out."""

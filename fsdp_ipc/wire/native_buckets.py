@@ -114,6 +114,16 @@ class BucketProducer:
             self._gathering.popleft()
             self._control.produce(sync, bucket + 1)
 
+    def wait_closed(self, sync: int) -> None:
+        """Wait until this rank's worker itself says that it has closed the update.
+
+        Raises:
+            PeerError: It failed, or died.
+            TimeoutError: It did not say so in time.
+            WeightSyncError: Another rank has failed meanwhile; every rank has it.
+        """
+        self._wait_for_worker(sync, self._stage.plan.num_buckets + 1)
+
     def _gather(self, sync: int, bucket: int, timer: StageTimer) -> None:
         """All ranks, collective: make full tensors for the worker beside each rank."""
         stage, control = self._stage, self._control
@@ -121,7 +131,7 @@ class BucketProducer:
         with self._group.together("gather"):
             if bucket >= self.num_slots:
                 with timer.stage("wait", bucket):
-                    self._wait_for_slot(sync, bucket - self.num_slots + 1)
+                    self._wait_for_worker(sync, bucket - self.num_slots + 1)
             with timer.stage("load", bucket), on_stream(self._stream):
                 stage.gatherer.load(bucket, stage.tensors)
         with timer.stage("gather", bucket), on_stream(self._stream):
@@ -143,7 +153,7 @@ class BucketProducer:
         if bucket >= self.num_slots:
             # Every rank's vote says that its own worker has read the slot, of all ranks.
             with group.together("gather"), timer.stage("wait", bucket):
-                self._wait_for_slot(sync, bucket - self.num_slots + 1)
+                self._wait_for_worker(sync, bucket - self.num_slots + 1)
         local = stage.gatherer.is_local(bucket)
         with group.together("gather"):
             with timer.stage("load", bucket), on_stream(self._stream):
@@ -179,8 +189,8 @@ class BucketProducer:
             self._events.append(torch.cuda.Event())
         return self._events[index]
 
-    def _wait_for_slot(self, sync: int, count: int) -> None:
-        """Wait for this rank's worker to free a slot, looking now and then whether the request has failed."""
+    def _wait_for_worker(self, sync: int, count: int) -> None:
+        """Wait for this rank's worker to count so far, looking now and then whether the request has failed."""
         assert self._control is not None
         if not self._has_worker:
             self.announce(sync, wait=True)
