@@ -4,7 +4,13 @@ The Ray client lives in `fsdp_ipc.clients.ray` and the in-process one in `fsdp_i
 ray and vLLM, this package does not.
 """
 
-from fsdp_ipc.clients.base import ServerInfo, ServerRequestError, WeightSyncClient
+from fsdp_ipc.clients.base import OverlappingClient, ServerInfo, ServerRequestError, WeightSyncClient
 from fsdp_ipc.clients.http import HTTPWeightSyncClient
 
-__all__ = ["HTTPWeightSyncClient", "ServerInfo", "ServerRequestError", "WeightSyncClient"]
+__all__ = [
+    "HTTPWeightSyncClient",
+    "OverlappingClient",
+    "ServerInfo",
+    "ServerRequestError",
+    "WeightSyncClient",
+]
