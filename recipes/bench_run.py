@@ -381,6 +381,7 @@ def _ratio(seconds: float, floor: dict[str, float] | None) -> float | None:
 def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.ipc_collect()  # what the stock wire exported, and its workers have closed since
         torch.cuda.empty_cache()
 
 

@@ -111,11 +111,7 @@ class Fleet:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        threads = [threading.Thread(target=server.close) for server in self._servers.values()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        self.stop(*self._servers)
 
     def start(self, spec: ServerSpec) -> None:
         """Start one; it is not waited for."""
@@ -177,9 +173,13 @@ class Fleet:
         """All processes of a server, its guard left out."""
         return session_below(self._servers[name]._guard.pid)
 
-    def stop(self, name: str) -> None:
-        """Stop one."""
-        self._servers.pop(name).close()
+    def stop(self, *names: str) -> None:
+        """Stop them, all at once."""
+        threads = [threading.Thread(target=self._servers.pop(name).close) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def session_below(guard: int) -> list[int]:

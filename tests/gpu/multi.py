@@ -1,8 +1,8 @@
 """The colocated job on however many GPUs there are: a trainer rank and a vLLM replica on each.
 
-    python3 -m tests.gpu.multi --part dense,moe,mesh,sleep,kill --out DIR [--ranks N]
+    python3 -m tests.gpu.multi --part moe,mesh,kill,sleep,dense --out DIR [--ranks N]
 
-The servers of all chosen parts start at once. Results are printed as they come and written as JSON lines; the exit code
+The servers of all chosen parts start at once; those of a part stop when no later one needs them. Results are printed as they come and written as JSON lines; the exit code
 says whether all was good. With `--device cpu` the same runs at toy size over gloo, without the parts that vLLM's CPU
 build cannot do (experts over replicas, sleep).
 """
@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Run:
     fleet: Fleet
     ranks: int
     urls: dict[str, str]
+    started: list[str] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
@@ -49,6 +50,7 @@ class Run:
 
     def server(self, name: str, folder: Path, backend: str, args: Sequence[str] = ()) -> None:
         """Start a server with a replica a rank."""
+        self.started.append(name)
         self.fleet.start(
             ServerSpec(name=name, model_dir=folder, backend=backend, replicas=self.ranks, args=args)
         )
@@ -276,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     on_gpu = options.device == "cuda"
     options.model = options.model or ("qwen3_8b" if on_gpu else "toy")
-    options.part = options.part or ("dense,moe,mesh,sleep,kill" if on_gpu else "dense,mesh,kill")
+    options.part = options.part or ("moe,mesh,kill,sleep,dense" if on_gpu else "mesh,kill,dense")
     import torch
 
     ranks = options.ranks or (torch.cuda.device_count() if on_gpu else 2)
@@ -290,14 +292,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Fleet(out, clock, on_gpu=on_gpu, common=common) as fleet:
         run = Run(options, out, clock, results, fleet, ranks, {})
         parts = [PARTS[part] for part in options.part.split(",")]
+        servers: dict[Callable[[Run], None], list[str]] = {}
         for start in dict.fromkeys(start for start, _ in parts):
+            run.started = servers[start] = []
             start(run)
         run.urls = fleet.wait(clock.left(options.start_timeout))
-        for _, part in parts:
+        for index, (start, part) in enumerate(parts):
             try:
                 part(run)
             except Exception as error:
                 results.add(part.__name__, False, f"{type(error).__name__}: {error}")
+            if all(later is not start for later, _ in parts[index + 1 :]):
+                fleet.stop(*servers[start])  # what follows needs the memory
     return results.exit_code()
 
 

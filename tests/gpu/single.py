@@ -87,8 +87,7 @@ def bench(options: argparse.Namespace, out: Path, clock: Clock, results: Results
                     clock.say(
                         f"the end of the log of {model}-{backend}: {fleet.tail(f'{model}-{backend}', 15)}"
                     )
-            for backend in given:
-                fleet.stop(f"{model}-{backend}")  # the next model needs the memory
+            fleet.stop(*(f"{model}-{backend}" for backend in given))  # the next model needs the memory
 
 
 GRAPHS = [
