@@ -144,8 +144,9 @@ class NativeWorker:
                 self.after_bucket([self._buffers[self._endpoint.device, index].bytes for index in own])
             control.consume(info.sync, bucket + 1)
         self.sync, self._released, self._num_buckets = info.sync, not plan.packed, len(buckets)
-        if plan.packed and info.digests is None:
-            self._repeatable = replace(info, plan=None, allocations=None)
+        if plan.packed:
+            digests = None if info.digests is None else {}
+            self._repeatable = replace(info, plan=None, allocations=None, digests=digests)
 
     def _seen(self, row: TensorRow) -> torch.Tensor:
         held = dtype_name(row.held)
@@ -177,6 +178,11 @@ class NativeWorker:
         self._last, self._repeatable = self._repeatable, None
         assert self._control is not None
         self._control.write_report({"kind": "sync", "sync": self.sync, "num_tensors": len(self.weights)})
+        self.say_closed()
+
+    def say_closed(self) -> None:
+        """Tell the trainer that all is done."""
+        assert self._control is not None
         self._control.consume(self.sync, self._num_buckets + 1)
 
     def close(self) -> None:

@@ -145,16 +145,28 @@ def test_a_sync_like_the_last_one_is_loaded_in_start(served: dict[str, Any], eng
             _assert_serves(served, seed)
 
 
-@pytest.mark.parametrize("case", ["first", "unpacked", "digests", "failed", "unfinished"])
+def test_a_verified_sync_can_be_repeated_and_is_verified_again(served: dict[str, Any], engine: Any) -> None:
+    verified: list[tuple[int, bool]] = []
+    engine._verify = lambda session, update: verified.append(
+        (update.sync, update.verified_buckets is not None)
+    )
+    with HandTrainer(EngineRoutes(engine)) as trainer:
+        trainer.connect()
+        digests = DigestFile.create(len(_named(served, 2)), 0)
+        trainer.update_overrides = {"digests": {trainer.keys[0]: digests.name}}
+        for seed, offered in ((2, False), (3, True), (2, True)):
+            trainer.send(packed_layout(_named(served, seed), num_buckets=3), offered=offered)
+            _assert_serves(served, seed)
+        digests.close()
+    assert verified == [(1, True), (2, True), (3, True)]
+
+
+@pytest.mark.parametrize("case", ["first", "unpacked", "failed", "unfinished"])
 def test_no_offer_is_taken_without_a_good_sync_before(served: dict[str, Any], engine: Any, case: str) -> None:
     routes = EngineRoutes(engine)
     with HandTrainer(routes) as trainer:
         trainer.connect()
         layout = unpacked_layout if case == "unpacked" else partial(packed_layout, num_buckets=3)
-        digests = DigestFile.create(len(_named(served, 2)), 0)
-        if case == "digests":
-            engine._verify = lambda session, update: None
-            trainer.update_overrides = {"digests": {trainer.keys[0]: digests.name}}
         if case != "first":
             trainer.send(layout(_named(served, 2)))
         if case in ("failed", "unfinished"):
@@ -163,7 +175,6 @@ def test_no_offer_is_taken_without_a_good_sync_before(served: dict[str, Any], en
         if case == "unfinished":
             trainer.send(layout(_named(served, 3)), finish=False)
             routes.active = False
-        digests.close()
         with pytest.raises(RuntimeError, match="was not taken"):
             trainer.send(layout(_named(served, 3)), offered=True)
         assert routes.active, "the start went well"

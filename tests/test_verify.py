@@ -215,6 +215,18 @@ def test_sample_covers_all_in_turn() -> None:
         assert sum(looked) < stats[0]["num_tensors"]
 
 
+def test_a_repeated_sync_is_verified_without_the_update_request() -> None:
+    workers = [VerifyingWorker(index, toy_model()) for index in range(2)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        run_ranks(_push, 2, server.url, {"verify": "full"})
+        assert server.published == ["1", "2", "3", "4"]
+        assert server.routes.count("/update_weights") == 1
+    for worker in workers:
+        assert worker.taken == [2, 3, 4]
+        assert [report["sync"] for report in worker.reports] == [1, 2, 3, 4]
+        assert all(report["verified"] for report in worker.reports)
+
+
 def test_off_asks_the_workers_for_nothing() -> None:
     workers = _workers(tamper=_flip)
     with FakeServer(backend="fsdp_ipc", workers=workers) as server:

@@ -66,6 +66,7 @@ class VerifyingWorker(NativeWorker):
         assert self._control is not None
         basis, landed = self._load(info)
         if info.digests is None:
+            super().say_closed()
             return
         who = f"worker {self.index} ({self._endpoint.device})"
         try:
@@ -85,6 +86,10 @@ class VerifyingWorker(NativeWorker):
             }
         )
         self._control.write_report(self.reports[-1])
+        super().say_closed()
+
+    def say_closed(self) -> None:
+        """Not before the digests were compared."""
 
     def _load(self, info: UpdateInfo) -> tuple[object, Callable[[str], Any]]:
         """Load what was read; where it lies afterwards."""

@@ -258,8 +258,9 @@ class FSDPIPCWeightTransferEngine(WeightTransferEngine):
         update = _Update(
             sync=info.sync, loader=self._loader, num_buckets=len(views), keep_alive=not plan.packed
         )
-        if plan.packed and info.digests is None:
-            update.repeatable = replace(info, plan=None, allocations=None)
+        if plan.packed:
+            digests: dict[str, str] | None = None if info.digests is None else {}
+            update.repeatable = replace(info, plan=None, allocations=None, digests=digests)
         if info.digests is not None:
             update.verified_buckets = plan.buckets
             if info.digests:

@@ -204,15 +204,15 @@ class NativeDelivery:
             try:
                 agree = (f"version {version!r}", f"sync {sync}")
                 changed = stage.refresh(self._wanted, agree, self._reads)
-                offered = early and not changed and self._verifier is None
+                if self._verifier is not None:
+                    self._verifier.prepare(stage, sync)
+                offered = early and not changed
                 if early:
                     self._offer(sync, offered)
                 if changed:
                     gathered = group.gather_objects([h.to_json() for h in stage.handles], "handles")
                     keys = group.gather_objects(self._key, "handles")
                     self._handles = dict(zip(keys, gathered, strict=True))
-                if self._verifier is not None:
-                    self._verifier.prepare(stage, sync)
             except BaseException:
                 if early:
                     outcome(requests.started, self._timeouts.request_s)  # `recover` closes it again
@@ -222,12 +222,14 @@ class NativeDelivery:
         if not offered:
             self._post(sync, changed)
         try:
-            if self._produce(sync, timer, offered):
+            inside = self._produce(sync, timer, offered)
+            failed, same = self._verifier.publish(sync) if self._verifier is not None else (None, [])
+            if inside:
                 # A finish closes the update for good, so first all ranks must have everything ready.
-                group.vote("gather")
+                group.vote("gather", failed, same=same)
+                failed, same = None, []
                 if requests.overlapping:
                     self._finish(version)
-            failed, same = self._verifier.publish(sync) if self._verifier is not None else (None, [])
             with timer.stage("request"):
                 group.vote(
                     "update", failed or outcome(requests.loading, self._timeouts.transfer_s), same=same
