@@ -141,6 +141,17 @@ class ControlBlock:
 
     # Trainer side
 
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker has ever opened this block (the trainer)."""
+        self._check_side(TRAINER)
+        return self._words[WORKER.pid] != 0
+
+    def worker_at(self) -> str:
+        """Who the worker is and how far it has come, for an error (the trainer)."""
+        self._check_side(TRAINER)
+        return f"it ({self._who(WORKER)}) is at {spell(self._words[WORKER.progress])}"
+
     def produce(self, sync: int, count: int) -> None:
         """Say that buckets 0 to `count - 1` of this sync are complete in memory (the trainer).
 

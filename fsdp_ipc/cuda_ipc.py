@@ -161,6 +161,7 @@ def rebuild_args(tensor: torch.Tensor) -> tuple[Any, ...]:
             f"{len(REBUILD_PARAMETERS)}, as torch 2.11 to 2.13 do"
         )
     if is_expandable(args[REBUILD_PARAMETERS.index("storage_handle")]):
+        _count_out(args)
         raise ValueError(
             "the tensor lies in expandable segments, which other processes cannot open in general; send it through "
             "packed staging, or remove expandable_segments:True from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
@@ -177,11 +178,9 @@ def share(tensor: torch.Tensor) -> tuple[CudaMemory, int]:
     Raises:
         TypeError, ValueError, RuntimeError: As `rebuild_args`.
     """
-    args = dict(zip(REBUILD_PARAMETERS, rebuild_args(tensor), strict=True))
-    # Count the consumer out at once. A counter that outlives a dead or twice-opened consumer would pin a CUDA event
-    # until this process ends, and make it warn then. Torch never reuses a counter, so the consumer's own decrement
-    # later meets a dead one.
-    torch.UntypedStorage._release_ipc_counter_cuda(args["ref_counter_handle"], args["ref_counter_offset"])
+    values = rebuild_args(tensor)
+    _count_out(values)
+    args = dict(zip(REBUILD_PARAMETERS, values, strict=True))
     memory = CudaMemory(
         memory_handle=args["storage_handle"],
         storage_bytes=args["storage_size_bytes"],
@@ -191,6 +190,16 @@ def share(tensor: torch.Tensor) -> tuple[CudaMemory, int]:
         event=args["event_handle"],
     )
     return memory, int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _count_out(args: tuple[Any, ...]) -> None:
+    """Count the consumer out at once.
+
+    A counter that outlives a dead or twice-opened consumer, or that nobody gets, would pin a CUDA event until this process
+    ends, and make it warn then. Torch never reuses a counter, so the consumer's own decrement later meets a dead one.
+    """
+    handle, offset = (args[REBUILD_PARAMETERS.index(f"ref_counter_{what}")] for what in ("handle", "offset"))
+    torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
 
 
 def can_share(tensor: torch.Tensor) -> bool:

@@ -43,6 +43,9 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "another parameter": lambda m: m[0].register_parameter("weight", nn.Parameter(m[0].weight.detach())),
     "a parameter less": lambda m: m[0].__delattr__("weight"),
     "one of two names": lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones(4))),
+    "another registry": lambda m: m[0].__dict__.update(
+        _parameters={**m[0]._parameters, "weight": nn.Parameter(torch.ones(4, 4))}
+    ),
     "another buffer": lambda m: setattr(m[1], "running_mean", torch.zeros(4)),
     "other memory": lambda m: _set_data(m, m[0].weight.detach().clone()),
     "other memory of the same storage object": _restore_bigger,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, WeightSender, WeightSyncError
+from fsdp_ipc import DTensorSource, HTTPWeightSyncClient, Timeouts, WeightSender, WeightSyncError
 from fsdp_ipc.gather import Gatherer
 from tests.fake_server import FakeServer
 from tests.native_worker import NativeWorker
@@ -356,3 +356,79 @@ def test_a_worker_that_breaks_after_its_server_answered_fails_the_sync() -> None
     with FakeServer(backend="fsdp_ipc", workers=workers) as server:
         results = run_ranks(_push_once, 2, server.url)
     assert all("rank 1" in error and "no room to finish" in error for _, error, _ in results)
+
+
+def _push_through_drops(rank: int, world: int, url: str) -> Any:
+    model, sender = _sender(
+        rank, world, url, timeouts=Timeouts(request_s=1.5, transfer_s=3, control_s=8), backend="fsdp_ipc"
+    )
+    sender.send("good")
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError) as caught:
+        sender.send("bad")
+    seconds = time.monotonic() - began
+    change(model)
+    sender.send("better")
+    sender.send("best")
+    began = time.monotonic()
+    sender.close()
+    return str(caught.value), seconds, time.monotonic() - began, full(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("route", [START, FINISH])
+def test_an_answer_without_an_end_ends_one_sync_and_reaches_into_no_later_one(route: str) -> None:
+    workers = [NativeWorker(0), NativeWorker(1)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+
+        def drip(handler: Any) -> bool:
+            handler.send_response(200)
+            handler.send_header("Content-Length", "1000")
+            handler.end_headers()
+            deadline = time.monotonic() + 4
+            while time.monotonic() < deadline:
+                try:
+                    handler.wfile.write(b" ")
+                except OSError:
+                    break
+                time.sleep(0.1)
+            return True
+
+        server._add(route, drip, 1, 1)
+        results = run_ranks(_push_through_drops, 2, server.url)
+        assert server.published == ["good", "better", "best"]
+        assert server.violations == []
+    for error, seconds, closing, wanted in results:
+        assert f"POST {route}" in error
+        assert "timed out after 1.5 s" in error
+        assert seconds < 8
+        assert closing < 2
+        _assert_hold(workers, wanted)
+
+
+def _push_to_one_that_stays_away(rank: int, world: int, url: str) -> Any:
+    _, sender = _sender(rank, world, url, timeouts=Timeouts(request_s=1, transfer_s=2, control_s=4))
+    with sender:
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError) as caught:
+            sender.send("bad")
+        seconds = time.monotonic() - began
+        sender.send("good")
+    return str(caught.value), seconds
+
+
+def test_a_worker_that_never_says_so_is_named_before_the_ranks_lose_each_other() -> None:
+    class Silent(NativeWorker):
+        def say_closed(self) -> None:
+            if self.syncs != [1]:
+                super().say_closed()
+
+    workers = [NativeWorker(0), Silent(1)]
+    with FakeServer(backend="fsdp_ipc", workers=workers) as server:
+        results = run_ranks(_push_to_one_that_stays_away, 2, server.url)
+    for error, seconds in results:
+        assert (
+            "rank 1: TimeoutError: the worker beside this rank did not close the update of sync 1 in time"
+            in error
+        )
+        assert "transfer_s=2" in error
+        assert seconds < 4

@@ -1,4 +1,4 @@
-"""A trainer without vLLM, Ray and transformers: torch is enough for the whole send."""
+"""A trainer without vLLM, Ray and transformers: torch and the HTTP client are enough for the whole send."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def push_from(python: str, tmp_path: Path) -> None:
         assert [name for name in expected if not torch.equal(worker.weights[name], expected[name])] == []
 
 
-def test_the_whole_send_works_with_torch_alone(tmp_path: Path) -> None:
+def test_the_whole_send_works_with_torch_and_urllib3_alone(tmp_path: Path) -> None:
     push_from(sys.executable, tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_all_other_packages_are_hidden_from_that_trainer() -> None:
         "    except ImportError:\n"
         "        continue\n"
         "    raise SystemExit(name + ' is importable')\n"
-        "import torch, fsdp_ipc\n"
+        "import torch, urllib3, fsdp_ipc\n"
         "print(len(hidden))\n"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A trainer rank in an environment that has torch and nothing else: `python -m tests.torch_only_job`.
+"""A trainer rank in an environment that has torch and urllib3 and nothing else: `python -m tests.torch_only_job`.
 
 Every other installed package is made impossible to import first, so that it does not matter what is installed.
 """
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-NEEDED = ("torch",)
+NEEDED = ("torch", "urllib3")
 NEVER = frozenset({"vllm", "ray", "transformers", "accelerate", "hydra", "numpy"})
 
 
@@ -34,7 +34,7 @@ class WithoutThem(importlib.abc.MetaPathFinder):
 
 
 def needed_distributions() -> set[str]:
-    """What `pip install torch` would install here, by normalised name."""
+    """What `pip install torch urllib3` would install here, by normalised name."""
     found: set[str] = set()
     queue = list(NEEDED)
     while queue:
@@ -54,13 +54,13 @@ def needed_distributions() -> set[str]:
 
 
 def hide_all_others() -> frozenset[str]:
-    """Make every installed package that torch does not need impossible to import."""
+    """Make every installed package that torch and urllib3 do not need impossible to import."""
     needed = needed_distributions()
     hidden = set(NEVER)
     for package, distributions in importlib.metadata.packages_distributions().items():
         if not needed & {re.sub(r"[-_.]+", "-", name).lower() for name in distributions}:
             hidden.add(package)
-    hidden -= {"fsdp_ipc", "tests", "torch"}
+    hidden -= {"fsdp_ipc", "tests", "torch", "urllib3"}
     sys.meta_path[:] = [WithoutThem(frozenset(hidden), sys.meta_path)]
     return frozenset(hidden)
 

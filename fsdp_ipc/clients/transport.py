@@ -1,23 +1,25 @@
-"""Requests to one or several servers: all servers at once, all or none; and one that need not wait for its answer."""
+"""Requests to one or several servers: all servers at once, all or none; and such as need not wait for their answers."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import queue
-import select
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+import urllib3
+
 from fsdp_ipc.clients.base import ServerRequestError, base_url_hint, error_text, hint_for
+from fsdp_ipc.clients.prompt import Answer, PromptSender, settle
 
 _T = TypeVar("_T")
 
@@ -67,8 +69,10 @@ class HTTPTransport:
         self.request_timeout_s = request_timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._headers = dict(headers or {})
-        self._lock = threading.Lock()
-        self._connections: dict[str, list[_Connection]] = {url: [] for url in self.urls}
+        self._connections = {url: (_Connection(url), _Connection(url)) for url in self.urls}
+        parts = urlsplit(self.urls[0])
+        prompt = len(self.urls) == 1 and parts.scheme == "http" and _is_loopback(self.urls[0])
+        self._prompt = PromptSender(parts.hostname or "", parts.port or 80) if prompt else None
 
     def post(
         self, route: str, body: dict[str, Any] | None = None, params: Mapping[str, Any] | None = None
@@ -90,32 +94,40 @@ class HTTPTransport:
         return self.fan_out(lambda url: self.request(url, "POST", route, data=data, params=params))
 
     def post_soon(self, route: str, body: dict[str, Any] | None = None) -> Future[None]:
-        """POST to every server, and wait for no answer: the request to a single server is written when this returns.
+        """POST to every server, and wait for no answer: a request to one server of this host is written when this returns.
 
         Args:
             route: Path, with its slash.
             body: Sent as JSON; None sends no body.
 
         Returns:
-            What becomes of it: the error that `post` would raise, or None.
+            What becomes of it within `request_timeout_s`: the error that `post` would raise, or None.
         """
-        if len(self.urls) > 1:
+        if self._prompt is None:
             return in_background(lambda: self.post(route, body))
-        url, label = self.urls[0], f"POST {route}"
-        data = None if body is None else json.dumps(body).encode()
+        (url,) = self.urls
+        data, headers = None, dict(self._headers)
+        if body is not None:
+            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        try:
+            answer = self._prompt.post(urlsplit(url).path + route, data, headers, self.request_timeout_s)
+        except OSError:
+            return in_background(
+                lambda: self.post(route, body)
+            )  # nothing was sent; that waits longer, and says more
         done: Future[None] = Future()
 
-        def read(answer: Future[_Answer]) -> None:
+        def read(answer: Future[Answer]) -> None:
+            found: BaseException | None = None
             try:
-                with self._told(url, label):
+                with self._told(url, f"POST {route}"):
                     status, text = answer.result()
-                _parsed(url, label, route, status, text)
-            except BaseException as error:  # noqa: BLE001 - raised again by whoever looks
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+                _parsed(url, f"POST {route}", route, status, text)
+            except BaseException as error:  # noqa: BLE001  raised again by whoever looks
+                found = error
+            settle(done, found)
 
-        self._begin(url, "POST", route, data, None).add_done_callback(read)
+        answer.add_done_callback(read)
         return done
 
     def get(self, route: str) -> list[Any]:
@@ -184,34 +196,29 @@ class HTTPTransport:
         Raises:
             ServerRequestError: No answer came.
         """
-        with self._told(url, f"{method} {route}"):
-            answer = self._begin(url, method, route, data, params)
-            return answer.result(timeout=self.request_timeout_s + _GRACE_S)
-
-    def _begin(
-        self, url: str, method: str, route: str, data: bytes | None, params: Mapping[str, Any] | None
-    ) -> Future[_Answer]:
-        """Write a request to one server; the answer is read in a thread of the connection's."""
         headers = dict(self._headers)
         if data is not None:
             headers["Content-Type"] = "application/json"
-        target = f"{route}?{urlencode(params, doseq=True)}" if params else route
-        with self._lock:
-            kept = self._connections[url]
-            # One is enough unless a request goes out while another has not been answered yet.
-            connection = next((c for c in kept if not c.busy), None)
-            if connection is None:
-                connection = _Connection(url, self.connect_timeout_s, self.request_timeout_s)
-                kept.append(connection)
-            connection.busy = True
-        return connection.begin(method, target, data, headers)
+        target = f"{url}{route}?{urlencode(params, doseq=True)}" if params else url + route
+        timeout = urllib3.Timeout(
+            connect=min(self.connect_timeout_s, self.request_timeout_s), read=self.request_timeout_s
+        )
+        with self._told(url, f"{method} {route}"):
+            first, second = self._connections[url]
+            # The second one is for a request that goes out while another has not been answered yet.
+            return (second if first.busy else first).exchange(
+                self.request_timeout_s + _GRACE_S, method, target, body=data, headers=headers, timeout=timeout
+            )
 
     @contextmanager
     def _told(self, url: str, label: str) -> Iterator[None]:
         """Raise what kept a server from answering as a `ServerRequestError`."""
         try:
             yield
-        except TimeoutError as error:
+        except (urllib3.exceptions.TimeoutError, TimeoutError) as error:
+            # urllib3 calls a refused connection a time-out, too.
+            if isinstance(error, urllib3.exceptions.NewConnectionError):
+                raise _unanswered(url, label, error) from error
             raise ServerRequestError(
                 url,
                 label,
@@ -219,23 +226,21 @@ class HTTPTransport:
                 body=f"timed out after {self.request_timeout_s:g} s ({type(error).__name__})",
                 hint="raise request_timeout_s if the server is only slow; see the server's log otherwise",
             ) from error
-        except (HTTPException, OSError) as error:
-            body = f"{type(error).__name__}: {error}"
-            hint = "is the server up, and is this its address?"
-            raise ServerRequestError(url, label, status=None, body=body, hint=hint) from error
+        except (urllib3.exceptions.HTTPError, HTTPException, OSError) as error:
+            raise _unanswered(url, label, error) from error
 
 
 def in_background(call: Callable[[], object]) -> Future[None]:
-    """Run a call in a thread of its own."""
+    """Run a call in a thread of its own; its error, or None, is the future's."""
     done: Future[None] = Future()
 
     def run() -> None:
+        found: BaseException | None = None
         try:
             call()
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever looks
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+        except BaseException as error:  # noqa: BLE001  raised again by whoever looks
+            found = error
+        settle(done, found)
 
     threading.Thread(target=run, daemon=True, name="fsdp_ipc-call").start()
     return done
@@ -269,123 +274,86 @@ def _parsed(url: str, label: str, route: str, status: int, text: str) -> Any:
         ) from error
 
 
-_Answer = tuple[int, str]
+def _unanswered(url: str, label: str, error: Exception) -> ServerRequestError:
+    body = f"{type(error).__name__}: {error}"
+    return ServerRequestError(
+        url, label, status=None, body=body, hint="is the server up, and is this its address?"
+    )
 
 
 class _Connection:
     """A connection to one server, kept for the requests of one sync, which follow each other in milliseconds.
 
     A connection that was idle for longer may be closed by the server just as the next request goes out, and a request
-    that was lost in this way must not be sent again; so an idle one is left. The caller writes a request, since a thread
-    that shares the interpreter with a busy one gets to it late. Answers are read in a thread: a socket's time-out starts
-    anew with every byte, and a thread that gets no end of an answer can be left behind, with its connection.
+    that was lost in this way must not be sent again; so an idle one is left. Requests run in a thread of their own: a
+    socket's time-out starts anew with every byte, and a thread that got no end of an answer can be left behind.
     """
 
-    def __init__(self, url: str, connect_s: float, read_s: float) -> None:
-        self._url, self._path = url, urlsplit(url).path
-        self._connect_s, self._read_s = connect_s, read_s
-        self.busy = False
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._pool: urllib3.PoolManager | None = None
         self._last_used = 0.0
-        # In containers of their own, so that the last reference to the client closes the socket and ends the thread.
-        self._open: list[HTTPConnection] = []
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._has_thread = False
-        weakref.finalize(self, _let_go, self._open, self._jobs)
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Any] | None = None
 
-    def begin(self, method: str, target: str, data: bytes | None, headers: dict[str, str]) -> Future[_Answer]:
-        """Write a request; `busy` is false again before its status and body, or its error, are there."""
-        answer: Future[_Answer] = Future()
-        try:
-            self._write(method, target, data, headers)
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever looks
-            self._end(keep=False)
-            answer.set_exception(error)
-            return answer
-        if not self._has_thread:
-            threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="fsdp_ipc-http").start()
-            self._has_thread = True
-        self._jobs.put((self._read, answer))
-        return answer
+    @property
+    def busy(self) -> bool:
+        """Whether a request is out on it."""
+        return self._lock.locked()
 
-    def _write(self, method: str, target: str, data: bytes | None, headers: dict[str, str]) -> None:
-        if time.monotonic() - self._last_used > _KEEP_ALIVE_S or (self._open and _has_ended(self._open[0])):
-            self._drop()
-        if not self._open:
-            connection, self._path = _connect(self._url, self._connect_s)
-            connection.sock.settimeout(self._read_s)
-            self._open.append(connection)
-        self._open[0].request(method, self._path + target, body=data, headers=headers)
+    def exchange(self, total_s: float, method: str, target: str, **options: Any) -> Answer:
+        """Status and body of one request, with urllib3's options. One at a time.
 
-    def _read(self, answer: Future[_Answer]) -> None:
-        try:
-            response = self._open[0].getresponse()
-            found = response.status, response.read().decode("utf-8", errors="replace")
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever looks
-            self._end(keep=False)
-            answer.set_exception(error)
-            return
-        # After an error vLLM's server closes the connection without saying so.
-        self._end(keep=200 <= found[0] < 300 and not response.will_close)
-        answer.set_result(found)
+        Raises:
+            TimeoutError: The answer did not end within `total_s` seconds.
+        """
+        with self._lock:
+            if self._jobs is None:
+                self._jobs = queue.SimpleQueue()
+                threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="fsdp_ipc-http").start()
+                weakref.finalize(self, self._jobs.put, None)
+            answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            self._jobs.put((lambda: self._send(method, target, options), answer))
+            try:
+                found = answer.get(timeout=total_s)
+            except queue.Empty:
+                # Its thread ends when the answer does; the next request gets another connection and thread.
+                self._jobs.put(None)
+                self._jobs, self._pool = None, None
+                raise TimeoutError("the answer did not end in time") from None
+            if isinstance(found, BaseException):
+                raise found
+            status, text = found
+            # After an error vLLM's server closes the connection without saying so.
+            self._last_used = time.monotonic() if 200 <= status < 300 else 0.0
+            return status, text
 
-    def _end(self, *, keep: bool) -> None:
-        if not keep:
-            self._drop()
-        self._last_used, self.busy = time.monotonic(), False
-
-    def _drop(self) -> None:
-        while self._open:
-            self._open.pop().close()
-
-
-def _has_ended(connection: HTTPConnection) -> bool:
-    """Whether an idle connection has something to read: its end, or what nobody asked for."""
-    try:
-        return bool(select.select([connection.sock], [], [], 0)[0])
-    except (OSError, ValueError):
-        return True
-
-
-def _let_go(connections: list[HTTPConnection], jobs: queue.SimpleQueue[Any]) -> None:
-    for connection in connections:
-        connection.close()
-    jobs.put(None)
+    def _send(self, method: str, target: str, options: Mapping[str, Any]) -> Answer:
+        if self._pool is None:
+            self._pool = _pool_for(self._url)
+        elif time.monotonic() - self._last_used > _KEEP_ALIVE_S:
+            self._pool.clear()
+        response = self._pool.request(method, target, retries=False, redirect=False, **options)
+        return response.status, response.data.decode("utf-8", errors="replace")
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         call, answer = job
-        call(answer)
+        try:
+            answer.put(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread of the caller
+            answer.put(error)
         del job, call, answer
 
 
-def _connect(url: str, timeout_s: float) -> tuple[HTTPConnection, str]:
-    """A connection to a server, or to the proxy in front of it, and what comes before each request's route.
-
-    Raises:
-        OSError: It can't be reached, or not within the time-out.
-    """
+def _pool_for(url: str) -> urllib3.PoolManager:
     parts = urlsplit(url)
-    host, secure = parts.hostname or "", parts.scheme == "https"
-    port, prefix = parts.port or (443 if secure else 80), parts.path
     proxy = getproxies().get(parts.scheme)
-    to = (host, port)
     # A proxy from the environment cannot reach this host's own loopback.
-    behind = bool(proxy) and not _is_loopback(url) and not proxy_bypass(host)
-    if behind:
-        assert proxy is not None
-        at = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-        to = (at.hostname or "", at.port or 80)
-    connection = HTTPSConnection(*to, timeout=timeout_s) if secure else HTTPConnection(*to, timeout=timeout_s)
-    if behind and secure:
-        connection.set_tunnel(host, port)
-    elif behind:
-        prefix = url
-    try:
-        connection.connect()
-    except TimeoutError as error:
-        raise ConnectionError(f"no connection within {timeout_s:g} s") from error
-    return connection, prefix
+    if proxy and not _is_loopback(url) and not proxy_bypass(parts.hostname or ""):
+        return urllib3.ProxyManager(proxy, num_pools=1, maxsize=1)
+    return urllib3.PoolManager(num_pools=1, maxsize=1)
 
 
 def _is_loopback(url: str) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-_SHAPE, _DTYPE = map(operator.attrgetter, ("shape", "dtype"))
+_PARAMETERS, _BUFFERS, _SHAPE, _DTYPE = map(
+    operator.attrgetter, ("_parameters", "_buffers", "shape", "dtype")
+)
 
 
 class LivePlaces:
@@ -20,14 +23,21 @@ class LivePlaces:
     """
 
     def __init__(self, held: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
-        self._registries = [_registry(module, name) for module, name, _ in held]
-        self._names = [name for _, name, _ in held]
-        self._tensors = [tensor for _, _, tensor in held]
+        params = [each for each in held if each[1] in each[0]._parameters]
+        buffers = [each for each in held if each[1] not in each[0]._parameters]
+        # Looked up anew each time: a module can get another registry.
+        self._owners = [
+            (registry, [module for module, _, _ in some], [name for _, name, _ in some])
+            for registry, some in ((_PARAMETERS, params), (_BUFFERS, buffers))
+        ]
+        self._tensors = [tensor for _, _, tensor in (*params, *buffers)]
         self._places = self._now()
 
     def held(self) -> bool:
         """Whether every tensor still is the one under its names, in the same memory, shape, stride and dtype."""
-        current = map(dict.get, self._registries, self._names)
+        current = chain.from_iterable(
+            map(dict.get, map(registry, modules), names) for registry, modules, names in self._owners
+        )
         return all(map(operator.is_, current, self._tensors)) and self._now() == self._places
 
     def _now(self) -> list[list[Any]]:
@@ -41,7 +51,3 @@ class LivePlaces:
                 list(map(hash, map(torch.Tensor.stride, tensors))),
                 list(map(_DTYPE, tensors)),
             ]
-
-
-def _registry(module: nn.Module, name: str) -> dict[str, Any]:
-    return module._parameters if name in module._parameters else module._buffers

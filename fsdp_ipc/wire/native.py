@@ -105,7 +105,6 @@ class NativeDelivery:
         self._known_plan = ""
         self._handles: dict[str, list[dict[str, Any]]] = {}
         self._wanted: HeldExperts | None = None
-        self._has_worker = False
         self._publishes = publishes
         self._requests = NativeRequests(client if group.is_sender else None)
         requests = self._requests
@@ -160,8 +159,7 @@ class NativeDelivery:
         group = self._group
         with group.together("connect"):
             hello = control.wait_report(_HELLO_S)
-        self._has_worker = hello is not None
-        self._buckets.meet(control, self._has_worker)
+        self._buckets.meet(control)
         greetings = group.gather_objects(hello, "connect")
         alone = [rank for rank, greeting in enumerate(greetings) if greeting is None]
         if len(alone) == group.size:
@@ -336,12 +334,13 @@ class NativeDelivery:
         while True:
             ended = started is not None and started.done()
             taken: bool | None = True
-            if self._has_worker:
+            has_worker = self._control.has_worker
+            if has_worker:
                 self._buckets.announce(sync)
                 taken = self._control.wait_taken(sync, self._buckets.look_s or _START_LOOK_S)
             if started is not None and ended:
                 started.result()
-                return bool(taken) and not self._has_worker
+                return bool(taken) and not has_worker
             if taken is not None:
                 return taken
             now = time.monotonic()
@@ -377,10 +376,11 @@ class NativeDelivery:
         After a failed call vLLM's multiprocess executor takes the answers that other workers left for those of the next
         one, so that a server with tensor parallelism answers before they are done.
         """
+        deadline = time.monotonic() + self._timeouts.transfer_s
         error = outcome(self._requests.finished, self._timeouts.transfer_s)
         if error is None:
             try:
-                self._buckets.wait_closed(sync)
+                self._buckets.wait_closed(sync, deadline)
             except (PeerError, TimeoutError) as caught:
                 return caught
         return error

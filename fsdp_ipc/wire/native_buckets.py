@@ -55,7 +55,6 @@ class BucketProducer:
         self._stage, self._group, self._timeouts = stage, group, timeouts
         self._loading, self._verifier = loading, verifier
         self._control: ControlBlock | None = None
-        self._has_worker = False
         # One stream for the life of the sender: a stream a sync strands allocator caches (vllm#52950).
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._events: list[torch.cuda.Event] = []
@@ -72,9 +71,9 @@ class BucketProducer:
         """How often to call `announce` while the host waits for something else; None if the device has nothing to do."""
         return LOOK_S if self._gathering else None
 
-    def meet(self, control: ControlBlock, has_worker: bool) -> None:
-        """After a handshake: the control block of this rank, and whether a worker has opened it."""
-        self._control, self._has_worker = control, has_worker
+    def meet(self, control: ControlBlock) -> None:
+        """After a handshake: the control block of this rank."""
+        self._control = control
 
     def begin(self) -> None:
         """Before the first bucket: what was queued on the current stream, such as the optimizer's step, comes first."""
@@ -114,15 +113,19 @@ class BucketProducer:
             self._gathering.popleft()
             self._control.produce(sync, bucket + 1)
 
-    def wait_closed(self, sync: int) -> None:
+    def wait_closed(self, sync: int, deadline: float) -> None:
         """Wait until this rank's worker itself says that it has closed the update.
+
+        Args:
+            sync: Its number.
+            deadline: As `time.monotonic` counts.
 
         Raises:
             PeerError: It failed, or died.
             TimeoutError: It did not say so in time.
             WeightSyncError: Another rank has failed meanwhile; every rank has it.
         """
-        self._wait_for_worker(sync, self._stage.plan.num_buckets + 1)
+        self._wait_for_worker(sync, self._stage.plan.num_buckets + 1, "close the update", deadline)
 
     def _gather(self, sync: int, bucket: int, timer: StageTimer) -> None:
         """All ranks, collective: make full tensors for the worker beside each rank."""
@@ -131,7 +134,7 @@ class BucketProducer:
         with self._group.together("gather"):
             if bucket >= self.num_slots:
                 with timer.stage("wait", bucket):
-                    self._wait_for_worker(sync, bucket - self.num_slots + 1)
+                    self._wait_for_slot(sync, bucket)
             with timer.stage("load", bucket), on_stream(self._stream):
                 stage.gatherer.load(bucket, stage.tensors)
         with timer.stage("gather", bucket), on_stream(self._stream):
@@ -153,7 +156,7 @@ class BucketProducer:
         if bucket >= self.num_slots:
             # Every rank's vote says that its own worker has read the slot, of all ranks.
             with group.together("gather"), timer.stage("wait", bucket):
-                self._wait_for_worker(sync, bucket - self.num_slots + 1)
+                self._wait_for_slot(sync, bucket)
         local = stage.gatherer.is_local(bucket)
         with group.together("gather"):
             with timer.stage("load", bucket), on_stream(self._stream):
@@ -189,26 +192,35 @@ class BucketProducer:
             self._events.append(torch.cuda.Event())
         return self._events[index]
 
-    def _wait_for_worker(self, sync: int, count: int) -> None:
-        """Wait for this rank's worker to count so far, looking now and then whether the request has failed."""
-        assert self._control is not None
-        if not self._has_worker:
+    def _wait_for_slot(self, sync: int, bucket: int) -> None:
+        deadline = time.monotonic() + self._timeouts.transfer_s
+        self._wait_for_worker(
+            sync, bucket - self.num_slots + 1, f"free the slot of bucket {bucket}", deadline
+        )
+
+    def _wait_for_worker(self, sync: int, count: int, what: str, deadline: float) -> None:
+        """Wait for this rank's worker, if it has one, to count so far, looking now and then whether the request has failed."""
+        control = self._control
+        assert control is not None
+        if not control.has_worker:
             self.announce(sync, wait=True)
             return
-        deadline = time.monotonic() + self._timeouts.transfer_s
         next_look = time.monotonic() + LOOK_AROUND_S
         while True:
             self.announce(sync)
             step = LOOK_S if self._gathering else LOOK_AROUND_S
             try:
-                self._control.wait_consumed(sync, count, step)
+                control.wait_consumed(sync, count, step)
                 return
             except TimeoutError:
                 loading = self._loading()
                 if loading is not None and loading.done():
                     loading.result()
                 if time.monotonic() > deadline:
-                    raise
+                    raise TimeoutError(
+                        f"the worker beside this rank did not {what} of sync {sync} in time (transfer_s="
+                        f"{self._timeouts.transfer_s:g}): {control.worker_at()}. Is it stuck, or is the time-out too short?"
+                    ) from None
                 if time.monotonic() > next_look:
                     next_look = time.monotonic() + LOOK_AROUND_S
                     if self._group.others_failed():

@@ -74,7 +74,8 @@ class NativeRequests:
             return
 
         def update() -> None:
-            if started.exception() is None:
+            # Not into a later sync, if this one was given up meanwhile.
+            if started.exception() is None and self.started is started:
                 client.update_weights(payload)
 
         self.updated = self._threads.submit(update)
