@@ -62,6 +62,7 @@ def test_whatever_moved_is_noticed(change: str) -> None:
     assert places.held()
     CHANGES[change](model)
     assert not places.held()
+    assert places.reachable() == (change not in ("other memory", "other memory of the same storage object"))
 
 
 @torch.no_grad()
@@ -71,4 +72,5 @@ def test_other_values_are_no_other_places() -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.add_(1)
     assert places.held()
+    assert places.reachable()
     assert LivePlaces([]).held()

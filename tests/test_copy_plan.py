@@ -580,6 +580,33 @@ def test_a_replaced_parameter_drops_the_plan() -> None:
     assert_same(model, reference(lambda: qkv()[0], draw(shapes, 3)))
 
 
+def test_a_parameter_laid_out_anew_in_its_memory_drops_the_plan() -> None:
+    model, shapes = qkv()
+    loader, sender = planned(model), Sender(draw(shapes, 1))
+    for seed in (1, 2):
+        sender.sync(loader, draw(shapes, seed))
+    at = model.qkv.weight.data_ptr()
+    model.qkv.weight.data = model.qkv.weight.data.view(5, 8).t()
+    assert model.qkv.weight.data_ptr() == at
+    for seed, replayed in ((3, 0), (4, 2)):
+        assert sender.sync(loader, draw(shapes, seed)).replayed_params == replayed
+        expected = reference(lambda: qkv()[0], draw(shapes, seed))
+        got = {name: param.data.contiguous() for name, param in model.named_parameters()}
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_sync_that_is_given_up_is_looked_at_anew() -> None:
+    model, shapes = qkv()
+    loader, sender = planned(model), Sender(draw(shapes, 1))
+    for seed in (1, 2):
+        sender.sync(loader, draw(shapes, seed))
+    loader.start(f"names:{sender.epoch}")
+    loader.abort()
+    model.qkv.weight = parameter(8, 5, loader=model.qkv.weight.weight_loader)
+    assert sender.sync(loader, draw(shapes, 3)).replayed_params == 0
+    assert_same(model, reference(lambda: qkv()[0], draw(shapes, 3)))
+
+
 def test_other_names_drop_the_plan() -> None:
     model, shapes = qkv()
     loader, sender = planned(model), Sender(draw(shapes, 1))

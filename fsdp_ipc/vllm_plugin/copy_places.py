@@ -1,4 +1,8 @@
-"""Whether live tensors are where they were: looked at in every sync while the GPU waits, so with no loop of Python's."""
+"""Whether live tensors are where they were: looked at in every sync, so with no loop of Python's.
+
+What writing needs is seen while the GPU waits: that the tensors that we hold still have the memory that they had. The rest,
+whether they are what the model computes with, takes several times as long, and is seen while the GPU copies.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,10 @@ class LivePlaces:
         self._tensors = [tensor for _, _, tensor in (*params, *buffers)]
         self._places = self._now()
 
+    def reachable(self) -> bool:
+        """Whether every tensor still has its memory, so that writing there can hurt nobody else."""
+        return self._pointers() == self._places[0]
+
     def held(self) -> bool:
         """Whether every tensor still is the one under its names, in the same memory, shape, stride and dtype."""
         current = chain.from_iterable(
@@ -40,12 +48,17 @@ class LivePlaces:
         )
         return all(map(operator.is_, current, self._tensors)) and self._now() == self._places
 
-    def _now(self) -> list[list[Any]]:
-        tensors = self._tensors
+    def _pointers(self) -> list[int]:
         # vLLM's parameters would send each look at them through Python.
         with torch._C.DisableTorchFunctionSubclass():
+            return list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def _now(self) -> list[list[Any]]:
+        tensors = self._tensors
+        pointers = self._pointers()
+        with torch._C.DisableTorchFunctionSubclass():
             return [
-                list(map(torch.Tensor.data_ptr, tensors)),
+                pointers,
                 # Numbers instead of tuples, which Python's collector would count.
                 list(map(hash, map(_SHAPE, tensors))),
                 list(map(hash, map(torch.Tensor.stride, tensors))),

@@ -67,6 +67,8 @@ class CopyPlanLoader:
         self._plan: CopyPlan | None = None
         self._inner: WeightLoader | None = None
         self._lesson: Lesson | None = None
+        self._unexamined: str | None = None
+        """The key of a sync whose live tensors were not looked at yet, but for their memory."""
         self._num_tensors = 0
         if reload is None:
             LayerwiseLoader(model, model_config)  # refuses now what it could not load later
@@ -91,8 +93,13 @@ class CopyPlanLoader:
         digest, _, epoch = plan_key.rpartition(":")
         if self._plan is not None and self._plan.digest != digest:
             self.drop("the names changed")
-        if self._plan is not None and not self._plan.holds():
-            self.drop("a parameter's memory moved")
+        if self._plan is not None:
+            # Where nothing goes through the loader, the rest is looked at while the GPU copies.
+            later = self._plan.learned and self._plan.part is None
+            if not (self._plan.reaches() if later else self._plan.holds()):
+                self.drop("a parameter's memory moved")
+            elif later:
+                self._unexamined = plan_key
         if self._plan is None or self._plan.part is not None:
             self._heal()
         plan = self._plan
@@ -122,6 +129,13 @@ class CopyPlanLoader:
         plan = self._opened()
         self._num_tensors += len(tensors)
         rest = plan.replay(bucket, tensors, self.casts) if plan.learned else tensors
+        plan_key, self._unexamined = self._unexamined, None
+        if plan_key is not None and not plan.holds():
+            # The trainer still has all of this sync, so it can begin anew.
+            self.drop("a parameter was replaced")
+            self.start(plan_key)
+            self._num_tensors += len(tensors)
+            rest = tensors
         if rest and self._inner is not None:
             with self._watched():
                 # A watched sync hands out copies, so that memory which outlives the reload shows who keeps it.
@@ -161,7 +175,7 @@ class CopyPlanLoader:
 
     def abort(self) -> None:
         """Close an open update without its weights, and forget what it taught. Idempotent."""
-        self._lesson = None
+        self._lesson = self._unexamined = None
         inner, self._inner = self._inner, None
         if inner is not None:
             inner.abort()

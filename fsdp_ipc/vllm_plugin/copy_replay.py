@@ -90,6 +90,10 @@ class CopyPlan:
         """Whether watching another sync could prove more."""
         return not self.learned or CONSTANT in self.verdicts.values()
 
+    def reaches(self) -> bool:
+        """Whether every replayed tensor still has its memory."""
+        return self._places is None or self._places.reachable()
+
     def holds(self) -> bool:
         """Whether every replayed tensor still is where it was."""
         return self._places is None or self._places.held()
