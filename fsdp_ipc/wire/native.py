@@ -359,6 +359,9 @@ class NativeDelivery:
         """
         buckets = self._buckets
         begun = inside = False
+        if offered and not self._stage.plan.num_slots:
+            # There is nothing to fill meanwhile.
+            begun, inside = True, self._begin(sync, timer, offered)
         buckets.begin()
         for bucket in range(self._stage.plan.num_buckets):
             if bucket >= buckets.num_slots and not begun:
