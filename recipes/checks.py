@@ -100,6 +100,38 @@ def check_length(job: JobConfig) -> None:
         )
 
 
+def check_here(job: JobConfig, *, has_gpu: bool) -> None:
+    """Refuse what this machine can't do, and a checkpoint that has nothing to push.
+
+    Args:
+        job: The settings.
+        has_gpu: Whether a CUDA GPU can be seen.
+
+    Raises:
+        ValueError: Names the setting and what to say instead.
+    """
+    if job.launcher.device == "cuda" and not has_gpu:
+        raise ValueError(
+            "launcher.device='cuda': no CUDA GPU can be seen here; say launcher.device=cpu or auto"
+        )
+    if job.launcher.device == "cpu" or not has_gpu:
+        for key, backend in (
+            ("transfer.backend", job.transfer.backend),
+            ("inference.backend", job.inference.backend),
+        ):
+            if backend == "ipc":
+                raise ValueError(
+                    f"{key}='ipc': vLLM's stock wire moves CUDA memory only, and this job runs on the CPU; say "
+                    "transfer=packed inference=colocated"
+                )
+    if isinstance(job, PushJobConfig) and job.model.path is not None:
+        folder = Path(job.model.path)
+        if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt")):
+            raise ValueError(
+                f"model.path={job.model.path!r}: there are no weights in it, such as model.safetensors"
+            )
+
+
 def check_server(server: ServerConfig, key: str) -> None:
     """Refuse settings of a server that cannot work.
 

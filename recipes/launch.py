@@ -17,7 +17,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from recipes.checks import check, check_length
+from recipes.checks import check, check_here, check_length
 from recipes.config import SCHEMAS, JobConfig, settings_in_use
 from recipes.ranks import check_ranks, joined, own_device
 from recipes.report_data import record_run
@@ -93,6 +93,7 @@ def start(
         if refuse is not None:
             refuse(job)
         check_ranks(job.launcher.ranks)
+        check_here(job, has_gpu=torch.cuda.is_available())
         return job
 
     try:

@@ -115,6 +115,8 @@ def run(job: JobConfig, device: torch.device, out: Path) -> None:
                 return None
             return on_rank0(lambda: inference.complete(job.data.prompt, job.data.max_tokens))
 
+        if job.inference.url is not None:
+            inference.wait(report.waiting)  # a wrong address is told before anything is trained
         model = model_of(job, model_dir, layout)
         trainer = trainer_of(job, model, model_dir, layout, device)
         pusher: Pusher | None = None

@@ -21,7 +21,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from recipes.bench_config import BenchConfig
-from recipes.checks import check, check_length
+from recipes.checks import check, check_here, check_length
 from recipes.config import (
     CONF_DIR,
     DataConfig,
@@ -404,6 +404,24 @@ def test_field_C1_the_number_of_the_refusal_is_a_setting_of_the_recipes() -> Non
     assert job.transfer.bucket_mb is not None
     assert int(job.transfer.bucket_mb * 2**20) == needed
     assert _compose([]).transfer.bucket_mb is None  # left out, it is sized to the largest tensor
+
+
+def test_what_this_machine_cannot_do_is_refused_by_the_settings_name(tmp_path: Path) -> None:
+    stock = _compose(["transfer=stock", "inference=stock"])
+    with pytest.raises(ValueError, match=r"transfer\.backend='ipc': .*CUDA memory only.*inference=colocated"):
+        check_here(stock, has_gpu=False)
+    check_here(stock, has_gpu=True)
+    with pytest.raises(ValueError, match=r"inference\.backend='ipc'"):
+        check_here(_compose(["inference=stock", "launcher.device=cpu"]), has_gpu=True)
+    with pytest.raises(ValueError, match=r"launcher\.device='cuda': no CUDA GPU"):
+        check_here(_compose(["launcher.device=cuda"]), has_gpu=False)
+    check_here(_compose([]), has_gpu=False)
+    job = PushJobConfig()
+    job.model.path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.path=.*no weights in it"):
+        check_here(job, has_gpu=False)
+    (tmp_path / "model.safetensors").touch()
+    check_here(job, has_gpu=False)
 
 
 def test_more_positions_than_a_checkpoint_has_are_refused_by_the_settings_name(tmp_path: Path) -> None:
