@@ -180,6 +180,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "the update was closed before, by a failed chunk or by another trainer",
     ),
     (
+        "nothing to finish: no update was received",
+        "another trainer has connected to this server meanwhile, or the update was closed before: one trainer at a time",
+    ),
+    (
         "invalid init_info for",
         "the server's backend takes another handshake: the release or the backend is not the one that was assumed",
     ),
