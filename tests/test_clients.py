@@ -143,7 +143,7 @@ def test_a_connection_is_kept_for_requests_in_a_row_and_left_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # After a pause the server may close it just as the next request goes out, which must then not be sent again.
-    monkeypatch.setattr("fsdp_ipc.clients.transport._KEEP_ALIVE_S", 0.5)
+    monkeypatch.setattr("fsdp_ipc.clients.transport.KEEP_ALIVE_S", 0.5)
     with FakeServer(backend="fsdp_ipc") as server:
         client = make_client(server)
         seen: list[Any] = []

@@ -37,7 +37,11 @@ class WeightSyncClient(Protocol):
 
 @runtime_checkable
 class OverlappingClient(WeightSyncClient, Protocol):
-    """A client of which two calls may be out at the same time, and which need not wait for their answers."""
+    """A client of which two calls may be out at the same time, and which need not wait for their answers.
+
+    As all of a client it is called on the sender rank only, and nothing of it is collective. The calls that end in `_soon` do
+    not raise what becomes of the request: it is the future's error, the one that the verb of that name would raise.
+    """
 
     @property
     def surely_awake(self) -> bool:

@@ -26,7 +26,7 @@ Answer = tuple[int, str]
 _CONNECT_S = 0.05
 """A server of this host takes a connection at once, or its queue is full."""
 
-_KEEP_ALIVE_S = 1.0
+KEEP_ALIVE_S = 1.0
 """vLLM's server keeps an idle connection for 5 s."""
 
 
@@ -88,7 +88,7 @@ class _Connection:
         deadline = time.monotonic() + timeout_s
         answer: Future[Answer] = Future()
         try:
-            if time.monotonic() - self._last_used > _KEEP_ALIVE_S or not _is_idle(self._sockets):
+            if time.monotonic() - self._last_used > KEEP_ALIVE_S or not _is_idle(self._sockets):
                 _close(self._sockets)
                 self._sockets.append(socket.create_connection(to, timeout=_CONNECT_S))
                 self._sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -19,12 +19,9 @@ from urllib.request import getproxies, proxy_bypass
 import urllib3
 
 from fsdp_ipc.clients.base import ServerRequestError, base_url_hint, error_text, hint_for
-from fsdp_ipc.clients.prompt import Answer, PromptSender, settle
+from fsdp_ipc.clients.prompt import KEEP_ALIVE_S, Answer, PromptSender, settle
 
 _T = TypeVar("_T")
-
-_KEEP_ALIVE_S = 1.0
-"""vLLM's server keeps an idle connection for 5 s."""
 
 _GRACE_S = 0.2
 """Left to the connection's own time-outs, whose errors say more."""
@@ -90,7 +87,7 @@ class HTTPTransport:
         Raises:
             ServerRequestError: A server refused or did not answer.
         """
-        data = None if body is None else json.dumps(body).encode()
+        data = _encoded(body)
         return self.fan_out(lambda url: self.request(url, "POST", route, data=data, params=params))
 
     def post_soon(self, route: str, body: dict[str, Any] | None = None) -> Future[None]:
@@ -106,15 +103,13 @@ class HTTPTransport:
         if self._prompt is None:
             return in_background(lambda: self.post(route, body))
         (url,) = self.urls
-        data, headers = None, dict(self._headers)
-        if body is not None:
-            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        data = _encoded(body)
         try:
-            answer = self._prompt.post(urlsplit(url).path + route, data, headers, self.request_timeout_s)
-        except OSError:
-            return in_background(
-                lambda: self.post(route, body)
-            )  # nothing was sent; that waits longer, and says more
+            answer = self._prompt.post(
+                urlsplit(url).path + route, data, self._headers_for(data), self.request_timeout_s
+            )
+        except OSError:  # nothing was sent; the other way waits longer, and says more
+            return in_background(lambda: self.post(route, body))
         done: Future[None] = Future()
 
         def read(answer: Future[Answer]) -> None:
@@ -196,9 +191,7 @@ class HTTPTransport:
         Raises:
             ServerRequestError: No answer came.
         """
-        headers = dict(self._headers)
-        if data is not None:
-            headers["Content-Type"] = "application/json"
+        headers = self._headers_for(data)
         target = f"{url}{route}?{urlencode(params, doseq=True)}" if params else url + route
         timeout = urllib3.Timeout(
             connect=min(self.connect_timeout_s, self.request_timeout_s), read=self.request_timeout_s
@@ -209,6 +202,9 @@ class HTTPTransport:
             return (second if first.busy else first).exchange(
                 self.request_timeout_s + _GRACE_S, method, target, body=data, headers=headers, timeout=timeout
             )
+
+    def _headers_for(self, data: bytes | None) -> dict[str, str]:
+        return self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
 
     @contextmanager
     def _told(self, url: str, label: str) -> Iterator[None]:
@@ -244,6 +240,10 @@ def in_background(call: Callable[[], object]) -> Future[None]:
 
     threading.Thread(target=run, daemon=True, name="fsdp_ipc-call").start()
     return done
+
+
+def _encoded(body: dict[str, Any] | None) -> bytes | None:
+    return None if body is None else json.dumps(body).encode()
 
 
 def _parsed(url: str, label: str, route: str, status: int, text: str) -> Any:
@@ -331,7 +331,7 @@ class _Connection:
     def _send(self, method: str, target: str, options: Mapping[str, Any]) -> Answer:
         if self._pool is None:
             self._pool = _pool_for(self._url)
-        elif time.monotonic() - self._last_used > _KEEP_ALIVE_S:
+        elif time.monotonic() - self._last_used > KEEP_ALIVE_S:
             self._pool.clear()
         response = self._pool.request(method, target, retries=False, redirect=False, **options)
         return response.status, response.data.decode("utf-8", errors="replace")

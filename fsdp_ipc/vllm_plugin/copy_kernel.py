@@ -26,7 +26,7 @@ _CAST_PART, _CAST_WARPS = 1 << 12, 8
 
 _ALIGN = 16
 
-_CASTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_CASTS = (torch.bfloat16, torch.float16)
 
 
 def batched_copy(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> Callable[[], None] | None:
@@ -58,24 +58,15 @@ def batched_copy(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -
         )
     table = torch.cat(rows).to(into[0].device)
     if cast:
-        return functools.partial(_launch_cast, table, table.shape[0], _CASTS[to_dtype])
-    return functools.partial(_launch, table, table.shape[0])
+        constants = {"ELEMENTS": _CAST_PART, "BF16": to_dtype == torch.bfloat16, "num_warps": _CAST_WARPS}
+        return functools.partial(_launch, 1, table, CHUNK_BYTES // to_dtype.itemsize // _CAST_PART, constants)
+    constants = {"WORDS": _PART_BYTES // 8, "num_warps": _PART_WARPS}
+    return functools.partial(_launch, 0, table, CHUNK_BYTES // _PART_BYTES, constants)
 
 
-def _launch(table: torch.Tensor, num_chunks: int) -> None:
-    parts = CHUNK_BYTES // _PART_BYTES
+def _launch(kernel: int, table: torch.Tensor, parts: int, constants: dict[str, int]) -> None:
     with torch.cuda.device(table.device):
-        _kernels()[0][(num_chunks * parts,)](
-            table, PARTS=parts, WORDS=_PART_BYTES // 8, num_warps=_PART_WARPS
-        )
-
-
-def _launch_cast(table: torch.Tensor, num_chunks: int, to: str) -> None:
-    parts = CHUNK_BYTES // 2 // _CAST_PART
-    with torch.cuda.device(table.device):
-        _kernels()[1][(num_chunks * parts,)](
-            table, PARTS=parts, ELEMENTS=_CAST_PART, BF16=to == "bf16", num_warps=_CAST_WARPS
-        )
+        _kernels()[kernel][(table.shape[0] * parts,)](table, PARTS=parts, **constants)
 
 
 @functools.cache
